@@ -1,0 +1,48 @@
+# Every target makes .venv and installs what it needs by itself.
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& echo $$p && break; done)
+EXTRAS := dev,wandb
+LOGDIR ?= logdir/demo
+
+.PHONY: help venv demo test test-slow lint format bench clean
+
+help: ## Show what there is to do
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+venv: $(INSTALLED) ## Create .venv and install everything into it
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 was not found. Install it, or pass its path: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Installing into $(VENV) (about a minute the first time) ..."
+	@$(PYTHON) -m venv $(VENV) || { echo "python -m venv failed. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $(INSTALLED)
+
+demo: $(INSTALLED) ## Step the grid task and show what is logged
+	@$(BIN)/python -m dreamerv3.main --configs demo --script rollout --logdir $(LOGDIR)
+
+test: lint ## Lint, then all tests that are quick
+	@$(BIN)/python -m pytest -n 2 -q
+
+test-slow: $(INSTALLED) ## The same tests with long rounds
+	@$(BIN)/python -m pytest -q -m slow --timeout=3600
+
+lint: $(INSTALLED) ## Formatting, lint, types, and who may import whom
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+format: $(INSTALLED) ## Format and fix what can be fixed
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(INSTALLED) ## Benchmarks that are sized for a laptop
+	@$(BIN)/python -m benchmarks.imports
+
+clean: ## Remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Benchmarks; each compares in one run and prints one JSON line last."""

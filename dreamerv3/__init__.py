@@ -1,0 +1,1 @@
+"""The DreamerV3 algorithm on top of the embodied framework."""

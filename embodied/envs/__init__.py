@@ -1,0 +1,1 @@
+"""Environments and the registry that makes them by task name."""

@@ -1,0 +1,1 @@
+"""Where metrics go: terminal, files and dashboards."""

@@ -1,0 +1,1 @@
+"""Processes, threads and the calls between them."""

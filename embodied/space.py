@@ -1,0 +1,238 @@
+"""Spaces: the dtype, shape and bounds of one observation or action key. Any process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Bound = Any  # Anything that NumPy can broadcast to the space's shape.
+
+
+class Space:
+    """Dtype, shape and bounds of one array.
+
+    Constructor and attributes are those of `elements.Space`; `Space.of` turns such
+    a space, as users' environments may hold, into one of ours.
+
+    Args:
+      dtype: any NumPy dtype that is not an object.
+      shape: dimensions, or one integer for a vector.
+      low: lowest value, inclusive. Default: no bound.
+      high: highest value, inclusive for floats. For integers it is one above the
+        highest value, so that `high - low` is the number of classes; a high equal
+        to the dtype's maximum admits that maximum too, since many environments
+        declare images as 0..255.
+    """
+
+    def __init__(
+        self,
+        dtype: Any,
+        shape: int | tuple[int, ...] | None = (),
+        low: Bound = None,
+        high: Bound = None,
+    ):
+        self._dtype = np.dtype(dtype)
+        if self._dtype.kind not in "biufU":
+            # Kind 'V' covers bfloat16 and its relatives, which no environment emits.
+            raise TypeError(
+                "Space expected a bool, integer, float or string dtype, got "
+                f"{self._dtype}. Convert the value to one of these first."
+            )
+        if shape is None:
+            shape = np.broadcast_shapes(np.shape(low), np.shape(high))
+        if isinstance(shape, int | np.integer):
+            shape = (int(shape),)
+        self._shape = tuple(int(size) for size in shape)
+        if any(size < 1 for size in self._shape):
+            raise ValueError(f"Space expected positive dimensions, got {shape}.")
+        self._low: np.ndarray | None = None
+        self._high: np.ndarray | None = None
+        if self._dtype.kind == "U":
+            if low is not None or high is not None:
+                raise ValueError("A space of strings has no bounds.")
+            return
+        lowest, highest = _default_bounds(self._dtype)
+        self._low = self._bound("low", lowest if low is None else low)
+        self._high = self._bound("high", highest if high is None else high)
+        empty = self._low > self._high
+        if self._dtype.kind in "iu":
+            empty = self._low >= self._high
+        if np.any(empty):
+            raise ValueError(
+                f"Space expected low below high, got low {low} and high {high}."
+            )
+
+    @classmethod
+    def of(cls, space: Any) -> Space:
+        """Returns `space` if it is ours, else converts one with the same attributes."""
+        if isinstance(space, cls):
+            return space
+        missing = [
+            key for key in ("dtype", "shape", "low", "high") if not hasattr(space, key)
+        ]
+        if missing:
+            raise TypeError(
+                f"Expected an embodied.Space or elements.Space, got {space!r} "
+                f"({type(space).__name__}) without {', '.join(missing)}."
+            )
+        return cls(space.dtype, tuple(space.shape), space.low, space.high)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The NumPy dtype of values."""
+        return self._dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of values."""
+        return self._shape
+
+    @property
+    def low(self) -> np.ndarray | None:
+        """Lowest values, of the space's shape; None for strings."""
+        return self._low
+
+    @property
+    def high(self) -> np.ndarray | None:
+        """Highest values, exclusive for integers; None for strings."""
+        return self._high
+
+    @property
+    def discrete(self) -> bool:
+        """Whether values are integers or booleans."""
+        return self._dtype.kind in "biu"
+
+    @property
+    def classes(self) -> int | np.ndarray:
+        """Number of classes: an integer for a scalar space, else one per element."""
+        if not self.discrete:
+            raise TypeError(f"Only discrete spaces have classes, not {self}.")
+        if self._dtype.kind == "b":
+            classes = np.full(self._shape, 2, np.int64)
+        else:
+            assert self._low is not None
+            assert self._high is not None
+            classes = np.asarray(self._high - self._low)
+        return classes if classes.ndim else int(classes)
+
+    def sample(self, rng: np.random.Generator | int | None = None) -> np.ndarray:
+        """Draws a value, the same one for the same `rng` state or integer seed.
+
+        Values are uniform between finite bounds. A float without bounds is drawn
+        from a standard normal, one with a single bound from an exponential
+        distribution that starts there.
+        """
+        rng = np.random.default_rng(rng)
+        if self._low is None or self._high is None:
+            raise TypeError("A space of strings cannot be sampled.")
+        if self._dtype.kind == "b":
+            return np.asarray(rng.random(self._shape) < 0.5)
+        if self._dtype.kind in "iu":
+            # 64-bit bounds do not fit an exclusive high, so draw up to the highest.
+            low, high = self._low, self._highest_integer()
+            value = rng.integers(low, high, self._shape, low.dtype, endpoint=True)
+            return np.asarray(value).astype(self._dtype)
+        low, high = self._low.astype(np.float64), self._high.astype(np.float64)
+        has_low, has_high = np.isfinite(low), np.isfinite(high)
+        unit = rng.random(self._shape)
+        safe_low = np.where(has_low, low, 0.0)
+        safe_high = np.where(has_high, high, 0.0)
+        # Halves are mixed, not subtracted, so that the widest range does not overflow.
+        value = np.where(
+            has_low & has_high,
+            safe_low * (1 - unit) + safe_high * unit,
+            rng.standard_normal(self._shape),
+        )
+        tail = -np.log1p(-unit)
+        value = np.where(has_low & ~has_high, safe_low + tail, value)
+        value = np.where(~has_low & has_high, safe_high - tail, value)
+        # Rounding to a smaller dtype may step over a bound.
+        value = np.asarray(value).astype(self._dtype)
+        return np.asarray(np.clip(value, self._low, self._high)).astype(self._dtype)
+
+    def __contains__(self, value: Any) -> bool:
+        value = np.asarray(value)
+        if self._low is None or self._high is None:
+            return value.dtype.kind == "U" and value.shape == self._shape
+        if value.shape != self._shape or value.dtype != self._dtype:
+            return False
+        # Written so that NaN, which compares false to everything, is outside.
+        if self._dtype.kind in "iu":
+            inside = (self._low <= value) & (value <= self._highest_integer())
+        else:
+            inside = (self._low <= value) & (value <= self._high)
+        return bool(np.all(inside))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Space):
+            return NotImplemented
+        return (
+            self._dtype == other._dtype
+            and self._shape == other._shape
+            and np.array_equal(self._low, other._low)  # type: ignore[arg-type]
+            and np.array_equal(self._high, other._high)  # type: ignore[arg-type]
+        )
+
+    def __hash__(self) -> int:
+        return hash((self._dtype, self._shape))
+
+    def __repr__(self) -> str:
+        low, high = _brief(self._low), _brief(self._high)
+        return f"Space({self._dtype}, shape={self._shape}, low={low}, high={high})"
+
+    def _bound(self, name: str, value: Bound) -> np.ndarray:
+        array = np.asarray(value)
+        if self._dtype.kind in "iu" and array.dtype.kind not in "biu":
+            if np.any(array != np.floor(array)):
+                raise ValueError(
+                    f"Space expected whole numbers as {name} of dtype {self._dtype}, "
+                    f"got {value}."
+                )
+            # A float such as 2 ** 63 does not fit; it means the largest value.
+            info = np.iinfo(self._dtype)
+            array = np.vectorize(
+                lambda x: min(max(int(x), info.min), info.max + 1), otypes=[object]
+            )(array)
+        if self._dtype.kind in "iu":
+            wide = np.uint64 if self._dtype == np.uint64 else np.int64
+            limit = np.iinfo(wide).max
+            array = np.asarray(np.minimum(array.astype(object), limit)).astype(wide)
+        elif self._dtype.kind == "b":
+            array = array.astype(bool)
+        else:
+            array = array.astype(self._dtype)
+        try:
+            array = np.broadcast_to(array, self._shape)
+        except ValueError:
+            raise ValueError(
+                f"Space expected {name} of a shape that broadcasts to {self._shape}, "
+                f"got {np.shape(value)}."
+            ) from None
+        return array
+
+    def _highest_integer(self) -> np.ndarray:
+        """The highest value that an integer space admits, per element."""
+        assert self._high is not None
+        unbounded = self._high >= np.iinfo(self._dtype).max
+        return np.where(unbounded, np.iinfo(self._dtype).max, self._high - 1).astype(
+            self._high.dtype
+        )
+
+
+def _default_bounds(dtype: np.dtype) -> tuple[Bound, Bound]:
+    if dtype.kind == "b":
+        return False, True
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        if dtype.itemsize == 8:
+            return info.min, info.max
+        return info.min, info.max + 1
+    return -np.inf, np.inf
+
+
+def _brief(bound: np.ndarray | None) -> str:
+    if bound is None:
+        return "None"
+    lowest, highest = bound.min(), bound.max()
+    return str(lowest) if lowest == highest else f"{lowest}..{highest}"
