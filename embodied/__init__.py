@@ -1,6 +1,24 @@
 """A framework for training world-model agents; importing it imports no JAX."""
 
+from embodied import clock, envs, streams, wrappers
 from embodied.base import Agent, Env, Stream
+from embodied.clock import LocalClock
+from embodied.driver import Driver
+from embodied.random_agent import RandomAgent
 from embodied.space import Space
+from embodied.wrappers import Wrapper
 
-__all__ = ["Agent", "Env", "Space", "Stream"]
+__all__ = [
+    "Agent",
+    "Driver",
+    "Env",
+    "LocalClock",
+    "RandomAgent",
+    "Space",
+    "Stream",
+    "Wrapper",
+    "clock",
+    "envs",
+    "streams",
+    "wrappers",
+]

@@ -113,7 +113,9 @@ class Space:
         else:
             assert self._low is not None
             assert self._high is not None
-            classes = np.asarray(self._high - self._low)
+            # As Python integers, since a range of 64 bits overflows its own dtype.
+            wide = self._high.astype(object) - self._low.astype(object)
+            classes = np.array(np.asarray(wide).tolist())
         return classes if classes.ndim else int(classes)
 
     def sample(self, rng: np.random.Generator | int | None = None) -> np.ndarray:
@@ -127,7 +129,8 @@ class Space:
         if self._low is None or self._high is None:
             raise TypeError("A space of strings cannot be sampled.")
         if self._dtype.kind == "b":
-            return np.asarray(rng.random(self._shape) < 0.5)
+            value = np.asarray(rng.random(self._shape) < 0.5)
+            return np.asarray((value | self._low) & self._high)
         if self._dtype.kind in "iu":
             # 64-bit bounds do not fit an exclusive high, so draw up to the highest.
             low, high = self._low, self._highest_integer()
@@ -152,7 +155,10 @@ class Space:
         return np.asarray(np.clip(value, self._low, self._high)).astype(self._dtype)
 
     def __contains__(self, value: Any) -> bool:
-        value = np.asarray(value)
+        try:
+            value = np.asarray(value)
+        except ValueError:  # Nested lists of unequal lengths are no array.
+            return False
         if self._low is None or self._high is None:
             return value.dtype.kind == "U" and value.shape == self._shape
         if value.shape != self._shape or value.dtype != self._dtype:
@@ -183,25 +189,16 @@ class Space:
 
     def _bound(self, name: str, value: Bound) -> np.ndarray:
         array = np.asarray(value)
-        if self._dtype.kind in "iu" and array.dtype.kind not in "biu":
-            if np.any(array != np.floor(array)):
-                raise ValueError(
-                    f"Space expected whole numbers as {name} of dtype {self._dtype}, "
-                    f"got {value}."
-                )
-            # A float such as 2 ** 63 does not fit; it means the largest value.
-            info = np.iinfo(self._dtype)
-            array = np.vectorize(
-                lambda x: min(max(int(x), info.min), info.max + 1), otypes=[object]
-            )(array)
+        if array.dtype.kind == "f" and np.isnan(array).any():
+            raise ValueError(f"Space expected numbers as {name}, got {value}.")
         if self._dtype.kind in "iu":
-            wide = np.uint64 if self._dtype == np.uint64 else np.int64
-            limit = np.iinfo(wide).max
-            array = np.asarray(np.minimum(array.astype(object), limit)).astype(wide)
+            array = self._integer_bound(name, array)
         elif self._dtype.kind == "b":
             array = array.astype(bool)
         else:
-            array = array.astype(self._dtype)
+            # What a smaller dtype cannot hold becomes infinite: no bound.
+            with np.errstate(over="ignore"):
+                array = array.astype(self._dtype)
         try:
             array = np.broadcast_to(array, self._shape)
         except ValueError:
@@ -210,6 +207,35 @@ class Space:
                 f"got {np.shape(value)}."
             ) from None
         return array
+
+    def _integer_bound(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Returns the bound as 64-bit integers, after checking that it fits."""
+        info = np.iinfo(self._dtype)
+        # A high is exclusive, so it may be one above the dtype's maximum.
+        lowest, highest = info.min, info.max + (name == "high")
+        if array.dtype.kind == "f":
+            finite = np.isfinite(array)
+            if np.any(array[finite] != np.floor(array[finite])):
+                raise ValueError(
+                    f"Space expected whole numbers as {name} of dtype {self._dtype}, "
+                    f"got {array}."
+                )
+            # As Python integers, which floats such as 2 ** 63 fit.
+            whole = [
+                int(x) if np.isfinite(x) else (lowest if x < 0 else highest)
+                for x in array.ravel().tolist()
+            ]
+            array = np.array(whole, object).reshape(array.shape)
+        smallest, largest = int(array.min()), int(array.max())
+        if smallest < lowest or largest > highest:
+            raise ValueError(
+                f"Space expected {name} of dtype {self._dtype} between {lowest} and "
+                f"{highest}, got {smallest if smallest < lowest else largest}."
+            )
+        wide = np.uint64 if self._dtype == np.uint64 else np.int64
+        if largest > np.iinfo(wide).max:
+            array = np.minimum(array.astype(object), np.iinfo(wide).max)
+        return np.asarray(array).astype(wide)
 
     def _highest_integer(self) -> np.ndarray:
         """The highest value that an integer space admits, per element."""

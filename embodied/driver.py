@@ -1,0 +1,408 @@
+"""Steps a set of environments with a policy. Runs in the process that collects.
+
+With `parallel`, each environment lives in a child process, which runs `_serve`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+import numpy as np
+
+from embodied.base import Array, Env, Spaces, Tree
+from embodied.rpc.workers import Process, stop
+from embodied.space import Space
+
+CLOSE_SECONDS = 10.0  # For all environments together to close by themselves.
+DEATH_SECONDS = 10.0  # For a process whose connection has closed to be over.
+
+MakeEnv = Callable[[], Env]
+Policy = Callable[..., tuple[Tree, dict[str, Array], dict[str, Array]]]
+Callback = Callable[..., Any]
+
+
+class EnvError(RuntimeError):
+    """An environment failed, died, hung, or does not keep to the interface.
+
+    Attributes:
+      index: the environment's position in the list given to the driver.
+      reason: what happened to it, a phrase that continues its name.
+      traceback: where it happened, as text; empty if it could not tell.
+    """
+
+    def __init__(self, index: int, reason: str, traceback: str = ""):
+        super().__init__(index, reason, traceback)
+        self.index = index
+        self.reason = reason
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        text = f"Env {self.index} {self.reason}"
+        return f"{text}\n\n{self.traceback.rstrip()}" if self.traceback else text
+
+
+class Driver:
+    """Steps environments, asks the policy for actions, hands out the transitions.
+
+        with Driver([make_env] * 4) as driver:
+          driver.on_step(lambda transition, worker: replay.add(transition, worker))
+          driver.reset(agent.init_policy)
+          while step < steps:
+            driver(agent.policy, steps=10)
+
+    A transition holds one environment's observation, with its `log/` keys, and the
+    action and outputs that the policy gave for it. The policy sees observations of
+    all environments stacked, without `log/` keys. A driver belongs to one thread.
+    After an error of an environment it is closed; after one of the policy or of a
+    callback, `reset` starts anew.
+
+    Args:
+      make_env_fns: functions without arguments, one per environment. The
+        environments must have equal spaces.
+      parallel: whether each environment runs in a process; else in this one.
+      timeout: seconds that an environment in a process may take to be made or to
+        step before it counts as hung.
+      **kwargs: further arguments for the policy and the callbacks.
+    """
+
+    def __init__(
+        self,
+        make_env_fns: Sequence[MakeEnv],
+        parallel: bool = True,
+        *,
+        timeout: float = 600.0,
+        **kwargs: Any,
+    ):
+        if not make_env_fns:
+            raise ValueError("Driver expected at least one environment, got none.")
+        if not 0 < timeout < float("inf"):
+            raise ValueError(f"Driver expected a timeout in seconds, got {timeout}.")
+        self._kwargs = kwargs
+        self._callbacks: list[Callback] = []
+        self._envs: list[_ProcessEnv | _LocalEnv] = []
+        self._closed = False
+        try:
+            for index, make_env in enumerate(make_env_fns):
+                if parallel:
+                    self._envs.append(_ProcessEnv(index, make_env, timeout))
+                else:
+                    self._envs.append(_LocalEnv(index, make_env))
+            self.obs_space, self.act_space = self._agree_on_spaces()
+        except BaseException:
+            self._close_after_error()
+            raise
+        self.reset()
+
+    def __len__(self) -> int:
+        """Returns the number of environments."""
+        return len(self._envs)
+
+    def reset(self, init_policy: Callable[[int], Tree] | None = None) -> None:
+        """Starts new episodes at the next step, with `init_policy(n)` as the carry."""
+        self._carry = init_policy(len(self)) if init_policy else None
+        self._actions: dict[str, Array] = {
+            key: np.zeros((len(self), *space.shape), space.dtype)
+            for key, space in self.act_space.items()
+        }
+        self._actions["reset"] = np.ones(len(self), bool)
+
+    def on_step(self, callback: Callback) -> None:
+        """Has `callback(transition, worker, **kwargs)` called for every env step."""
+        self._callbacks.append(callback)
+
+    def __call__(self, policy: Policy, steps: int = 0, episodes: int = 0) -> None:
+        """Steps all environments until both numbers are reached.
+
+        Args:
+          policy: `policy(carry, obs, **kwargs)` returns carry, actions and outputs.
+          steps: environment steps to take, counted over all environments.
+          episodes: episodes to complete, counted over all environments.
+        """
+        step, episode = 0, 0
+        while step < steps or episode < episodes:
+            episode += self._step(policy)
+            step += len(self)
+
+    def close(self) -> None:
+        """Closes the environments and ends their processes. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        for env in self._envs:
+            env.ask_to_close()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for env in self._envs:
+            env.wait_for_close(max(0.0, deadline - time.monotonic()))
+        stop([env.process for env in self._envs if isinstance(env, _ProcessEnv)])
+        errors = []
+        for env in self._envs:
+            try:
+                env.close()
+            except EnvError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _step(self, policy: Policy) -> int:
+        """Makes one step of all environments; returns how many episodes it ended."""
+        observations = self._exchange()
+        obs = {
+            key: np.stack([observation[key] for observation in observations])
+            for key in self.obs_space
+            if not key.startswith("log/")
+        }
+        self._carry, actions, outputs = policy(self._carry, dict(obs), **self._kwargs)
+        actions = {key: np.asarray(value) for key, value in actions.items()}
+        outputs = {key: np.asarray(value) for key, value in outputs.items()}
+        self._check_policy(obs, actions, outputs)
+        self._actions = {**actions, "reset": obs["is_last"]}
+        batch = {**obs, **actions, **outputs}
+        for worker, observation in enumerate(observations):
+            transition = {key: value[worker] for key, value in batch.items()}
+            for key, value in observation.items():
+                if key.startswith("log/"):
+                    # A copy, since an environment may write to its own arrays.
+                    transition[key] = np.array(value)
+            for callback in self._callbacks:
+                callback(transition, worker, **self._kwargs)
+        return int(obs["is_last"].sum())
+
+    def _exchange(self) -> list[dict[str, Array]]:
+        """Sends all environments their actions, then collects the observations."""
+        if self._closed:
+            raise RuntimeError("The driver is closed. Make a new one to go on.")
+        try:
+            for index, env in enumerate(self._envs):
+                env.send({key: value[index] for key, value in self._actions.items()})
+            observations = [env.receive() for env in self._envs]
+            for index, observation in enumerate(observations):
+                self._check_observation(index, observation)
+        except BaseException:
+            # What others have still to answer would pass for their next answers.
+            self._close_after_error()
+            raise
+        return observations
+
+    def _close_after_error(self) -> None:
+        # Suppressed: the first error is the one to tell.
+        with contextlib.suppress(EnvError):
+            self.close()
+
+    def _agree_on_spaces(self) -> tuple[Spaces, Spaces]:
+        first, *others = [env.spaces() for env in self._envs]
+        for index, spaces in enumerate(others, 1):
+            if spaces != first:
+                raise EnvError(
+                    index,
+                    f"has other spaces than env 0: {spaces}, not {first}. All "
+                    "environments of a driver must have equal spaces.",
+                )
+        obs_space, act_space = first
+        required = {"reward", "is_first", "is_last", "is_terminal"}
+        if missing := sorted(required - obs_space.keys()):
+            raise EnvError(0, f"must have {missing} in its obs_space.")
+        if "reset" not in act_space:
+            raise EnvError(0, "must have 'reset' in its act_space.")
+        return first
+
+    def _check_observation(self, index: int, observation: dict[str, Array]) -> None:
+        if not isinstance(observation, dict):
+            raise EnvError(
+                index,
+                f"returned {type(observation).__name__}; expected a dict of arrays.",
+            )
+        found = {key for key in observation if not key.startswith("log/")}
+        expected = {key for key in self.obs_space if not key.startswith("log/")}
+        if found != expected:
+            raise EnvError(
+                index,
+                f"returned an observation with keys {sorted(found)}; its obs_space "
+                f"has {sorted(expected)}.",
+            )
+        for key in expected:
+            shape, space = np.shape(observation[key]), self.obs_space[key]
+            if shape != space.shape:
+                raise EnvError(
+                    index, f"returned '{key}' of shape {shape}; expected {space}."
+                )
+
+    def _check_policy(
+        self,
+        obs: dict[str, Array],
+        actions: dict[str, Array],
+        outputs: dict[str, Array],
+    ) -> None:
+        expected = self.act_space.keys() - {"reset"}
+        if actions.keys() != expected:
+            raise ValueError(
+                f"The driver expected actions {sorted(expected)} from the policy, got "
+                f"{sorted(actions)}."
+            )
+        if shared := sorted(outputs.keys() & (obs.keys() | actions.keys())):
+            raise ValueError(
+                "The driver expected policy outputs under names of their own, got "
+                f"{shared}, which are observations or actions. Rename them."
+            )
+        for key, value in (*actions.items(), *outputs.items()):
+            shape = (len(self), *(self.act_space[key].shape if key in actions else ()))
+            if value.shape[: len(shape)] != shape:
+                raise ValueError(
+                    f"The driver expected '{key}' from the policy to have shape "
+                    f"{list(shape)}{'' if key in actions else ' + [...]'}, got "
+                    f"{list(value.shape)}."
+                )
+
+
+class _LocalEnv:
+    """An environment in this process, under the interface of `_ProcessEnv`."""
+
+    def __init__(self, index: int, make_env: MakeEnv):
+        self._index = index
+        self._env: Env = self._guard(make_env)
+        self._action: dict[str, Array] = {}
+
+    def spaces(self) -> tuple[Spaces, Spaces]:
+        """Returns the spaces of observations and actions."""
+        return self._guard(_spaces, self._env)
+
+    def send(self, action: dict[str, Array]) -> None:
+        """Sets the action of the next step."""
+        self._action = action
+
+    def receive(self) -> dict[str, Array]:
+        """Steps and returns the observation."""
+        return self._guard(self._env.step, self._action)
+
+    def ask_to_close(self) -> None:
+        """Does nothing: in this process, nothing closes by itself."""
+
+    def wait_for_close(self, timeout: float) -> None:
+        """Does nothing, for the same reason."""
+
+    def close(self) -> None:
+        """Closes the environment."""
+        self._guard(self._env.close)
+
+    def _guard(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            kind = type(error).__name__
+            raise EnvError(self._index, f"failed with {kind}: {error}") from error
+
+
+class _ProcessEnv:
+    """An environment in a child process, which answers one message at a time.
+
+    The first answer are the spaces. `None` asks the process to close the environment
+    and to end.
+    """
+
+    def __init__(self, index: int, make_env: MakeEnv, timeout: float):
+        self._index = index
+        self._timeout = timeout
+        self._waiting = True  # Whether an answer is still to come.
+        self._asked = False  # Whether the process was asked to end.
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            fd = theirs.fileno()
+            self.process = Process(
+                _serve, make_env, fd, name=f"env-{index}", start=True, fds=[fd]
+            )
+            # By the kernel, so that a process that hangs in the middle of a message
+            # is noticed too; then `recv` and `send` raise BlockingIOError.
+            limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            self._connection = Connection(ours.detach())
+
+    def spaces(self) -> tuple[Spaces, Spaces]:
+        """Waits until the environment is made; returns its spaces."""
+        return self.receive()
+
+    def send(self, action: dict[str, Array] | None) -> None:
+        """Sends an action and returns at once."""
+        self._waiting = True
+        try:
+            self._connection.send(action)
+        except OSError as error:
+            raise self._diagnose(error) from None
+
+    def receive(self) -> Any:
+        """Waits for the answer to what was sent."""
+        try:
+            answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._diagnose(error) from None
+        self._waiting = False
+        return answer
+
+    def ask_to_close(self) -> None:
+        """Asks the process to end, unless it is in the middle of something."""
+        if not self._waiting:
+            # Suppressed: the process has ended, and `close` says how.
+            with contextlib.suppress(EnvError):
+                self.send(None)
+                self._asked = True
+
+    def wait_for_close(self, timeout: float) -> None:
+        """Waits for the process's end if it was asked to end."""
+        if self._asked:
+            self.process.join(timeout)
+
+    def close(self) -> None:
+        """Frees the connection; raises if the process had failed."""
+        self._connection.close()
+        if error := self.process.error:
+            raise EnvError(self._index, error.reason, error.traceback)
+
+    def _diagnose(self, error: Exception) -> EnvError:
+        if isinstance(error, BlockingIOError):
+            return EnvError(
+                self._index,
+                f"did not answer within {self._timeout:g} s and counts as hung. Pass "
+                "the driver a longer timeout if it may take so long.",
+            )
+        # The connection has closed, which comes shortly before the process's end.
+        self.process.join(DEATH_SECONDS)
+        if cause := self.process.error:
+            return EnvError(self._index, cause.reason, cause.traceback)
+        return EnvError(
+            self._index,
+            f"closed its connection ({error!r}) without an error; exit code of its "
+            f"process: {self.process.exitcode}.",
+        )
+
+
+def _serve(make_env: MakeEnv, fd: int) -> None:
+    """Runs in the child: makes the environment and steps it as the parent asks.
+
+    Errors end the process, which reports them to the parent.
+    """
+    with Connection(fd) as connection:
+        env = make_env()
+        try:
+            connection.send(_spaces(env))
+            while (action := connection.recv()) is not None:
+                connection.send(env.step(action))
+        finally:
+            env.close()
+
+
+def _spaces(env: Env) -> tuple[Spaces, Spaces]:
+    return (
+        {key: Space.of(space) for key, space in env.obs_space.items()},
+        {key: Space.of(space) for key, space in env.act_space.items()},
+    )

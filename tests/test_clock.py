@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from embodied.clock import LocalClock
+
+# Other work on the machine must not decide whether a test passes.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+class Time:
+    """A time source that stands still until it is moved."""
+
+    def __init__(self, now=1000.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_first_call_starts_the_clock():
+    now = Time()
+    clock = LocalClock(10, time=now)
+    now.now += 100
+    assert not clock()
+    now.now += 9.5
+    assert not clock()
+    now.now += 0.5
+    assert clock()
+    assert not clock()
+
+
+def test_the_first_call_answers_first():
+    clock = LocalClock(10, first=True, time=Time())
+    assert [clock(), clock()] == [True, False]
+
+
+def test_an_interval_begins_when_the_last_one_was_noticed():
+    now = Time()
+    clock = LocalClock(10, time=now)
+    clock()
+    now.now += 35
+    assert [clock(), clock()] == [True, False], "a late call counts once"
+    now.now += 9
+    assert not clock()
+    now.now += 1
+    assert clock()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_zero_is_never(first):
+    now = Time()
+    clock = LocalClock(0, first, time=now)
+    for _ in range(3):
+        now.now += 1e9
+        assert not clock()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_negative_is_every_call(first):
+    clock = LocalClock(-1, first, time=Time())
+    assert [clock() for _ in range(3)] == [True] * 3
+
+
+@unhurried
+@given(st.floats(0.1, 10), st.lists(st.floats(0, 30), max_size=30))
+def test_answers_are_at_least_the_interval_apart(every, gaps):
+    now = Time(0.0)
+    clock = LocalClock(every, time=now)
+    clock()
+    last = 0.0
+    for gap in gaps:
+        now.now += gap
+        passed = now.now - last >= every
+        assert clock() == passed
+        last = now.now if passed else last
+
+
+def test_uses_real_seconds_by_default():
+    begin = time.monotonic()
+    clock = LocalClock(0.02)
+    clock()
+    deadline = begin + 60
+    while not clock():
+        assert time.monotonic() < deadline
+    assert time.monotonic() - begin >= 0.02
+
+
+def test_refuses_what_is_no_number():
+    with pytest.raises(ValueError, match="got nan"):
+        LocalClock(float("nan"))
