@@ -1,0 +1,339 @@
+"""Any Gymnasium environment as an Env, in the process that steps it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from embodied.base import Array, Env, Spaces
+from embodied.envs.registry import MissingExtra, UnknownTask
+from embodied.space import Space
+
+# Keys of a transition that are not observations or actions.
+RESERVED = (
+    *("reward", "is_first", "is_last", "is_terminal", "reset"),
+    *("consec", "stepid", "seed", "envid", "is_eval"),
+)
+RESERVED_PREFIXES = ("log/", "dyn/")
+
+# Packages that register ids when they are imported: prefix, package, extra.
+_PROVIDERS = (
+    ("ALE/", "ale_py", "atari"),
+    ("MiniGrid-", "minigrid", "minigrid"),
+    ("BabyAI-", "minigrid", "minigrid"),
+)
+
+
+class UnsupportedSpace(TypeError):
+    """A Gymnasium space does not fit arrays of fixed shape under keys of their own."""
+
+
+class FromGym(Env):
+    """A Gymnasium environment.
+
+    Spaces are flattened: the elements of a Dict or Tuple, at any depth, become keys
+    that are joined with slashes, such as `hand/0/joints`. Discrete, MultiDiscrete and
+    MultiBinary become int32 that count from 0, with a number of classes per element;
+    so do integer Boxes that start below (an action's: anywhere else) and whose range
+    fits. Other Boxes keep their dtype. Float observations are declared without bounds,
+    since agents do not need them and many environments step over theirs. At the end of
+    an episode, `terminated` sets `is_last` and `is_terminal`, `truncated` only the
+    first.
+
+    Args:
+      env: a registered id, or an environment.
+      obs_key: key of an observation that is not a Dict. Default: 'image' for an image
+        (3-dimensional uint8), else 'obs'.
+      act_key: key of an action that is not a Dict.
+      seed: seed of the first reset. Later ones go on from there.
+      info_keys: numbers in `info` that are returned as `log/NAME`, 0 where absent.
+      **kwargs: passed to `gymnasium.make`.
+    """
+
+    def __init__(
+        self,
+        env: str | gymnasium.Env,
+        obs_key: str | None = None,
+        act_key: str = "action",
+        seed: int = 0,
+        info_keys: Sequence[str] = (),
+        **kwargs: Any,
+    ):
+        if isinstance(env, str):
+            env = _make(env, kwargs)
+        elif kwargs:
+            raise TypeError(
+                f"Expected options {sorted(kwargs)} only with an environment's "
+                "id, got an environment that is made already."
+            )
+        self.gym_env = env
+        self._seed: int | None = seed
+        self._info_keys = tuple(info_keys)
+        self._done = True
+        self._closed = False
+        if obs_key is None:
+            obs_key = "image" if _is_image(env.observation_space) else "obs"
+        self._obs_leaves = _leaves(env.observation_space, obs_key, acts=False)
+        self._act_leaves = _leaves(env.action_space, act_key, acts=True)
+        _check_keys(self.name, self._obs_leaves, self._act_leaves)
+
+    @property
+    def name(self) -> str:
+        """The task's name."""
+        spec = self.gym_env.spec
+        return f"gym_{spec.id}" if spec else type(self.gym_env.unwrapped).__name__
+
+    @property
+    def obs_space(self) -> Spaces:
+        """The flattened observation space, and `log/` keys."""
+        return {
+            **{leaf.key: leaf.space for leaf in self._obs_leaves},
+            **{f"log/{key}": Space(np.float32) for key in self._info_keys},
+            "reward": Space(np.float32),
+            "is_first": Space(bool),
+            "is_last": Space(bool),
+            "is_terminal": Space(bool),
+        }
+
+    @property
+    def act_space(self) -> Spaces:
+        """The flattened action space."""
+        return {
+            "reset": Space(bool),
+            **{leaf.key: leaf.space for leaf in self._act_leaves},
+        }
+
+    def step(self, action: dict[str, Array]) -> dict[str, Array]:
+        """Steps, or resets."""
+        if self._done or action["reset"]:
+            obs, info = self.gym_env.reset(seed=self._seed)
+            self._seed = None
+            self._done = False
+            return self._observe(obs, info, is_first=True)
+        values = (leaf.decode(action[leaf.key]) for leaf in self._act_leaves)
+        nested = _unflatten(self.gym_env.action_space, values)
+        obs, reward, terminated, truncated, info = self.gym_env.step(nested)
+        self._done = bool(terminated or truncated)
+        return self._observe(obs, info, reward, is_terminal=bool(terminated))
+
+    def close(self) -> None:
+        """Closes the environment."""
+        if not self._closed:
+            self._closed = True
+            self.gym_env.close()
+
+    def _observe(
+        self,
+        obs: Any,
+        info: dict[str, Any],
+        reward: Any = 0.0,
+        is_first: bool = False,
+        is_terminal: bool = False,
+    ) -> dict[str, Array]:
+        return {
+            **{leaf.key: leaf.encode(leaf.find(obs)) for leaf in self._obs_leaves},
+            **{f"log/{key}": np.float32(info.get(key, 0.0)) for key in self._info_keys},
+            "reward": np.float32(reward),
+            "is_first": np.bool_(is_first),
+            "is_last": np.bool_(self._done),
+            "is_terminal": np.bool_(is_terminal),
+        }
+
+
+def is_gym_env(env: Any) -> bool:
+    """Returns whether `FromGym` can take this object."""
+    return isinstance(env, gymnasium.Env)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """One array among the elements of a nested Gymnasium space.
+
+    Attributes:
+      key: ours.
+      path: keys and indices that lead to it in a Gymnasium value.
+      space: ours.
+      gym_space: the Gymnasium space there.
+      start: what our 0 is there, for the whole array or per element; None for 0.
+    """
+
+    key: str
+    path: tuple[Any, ...]
+    space: Space
+    gym_space: gymnasium.Space
+    start: int | np.ndarray | None = None
+
+    def find(self, value: Any) -> Any:
+        """Returns this leaf's element of a nested value."""
+        element = value
+        for part in self.path:
+            try:
+                element = element[part]
+            except (KeyError, IndexError, TypeError) as error:
+                raise KeyError(
+                    f"Expected {self.gym_space} at {self.key!r} of an observation, as "
+                    f"its space declares, got no {part!r} in {element!r}."
+                ) from error
+        return element
+
+    def encode(self, value: Any) -> np.ndarray:
+        """Converts an element to ours, in a copy: it may be the environment's buffer.
+
+        What does not fit is returned as it is, for the check of spaces to report.
+        """
+        array = np.array(value)
+        kinds = "biuf" if self.start is None else "biu"
+        if array.dtype.kind not in kinds:
+            return array
+        if self.start is not None:
+            array = array.astype(np.int64) - self.start
+        if array.dtype == self.space.dtype:
+            return array
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = array.astype(self.space.dtype)
+        lossy = self.space.discrete and not np.array_equal(cast, array)
+        return array if lossy else cast
+
+    def decode(self, value: Array) -> Any:
+        """Converts an array of ours to an element."""
+        array = np.asarray(value)
+        if self.start is not None:
+            array = array.astype(np.int64) + self.start
+        array = np.asarray(array, self.gym_space.dtype)
+        return array[()] if isinstance(self.gym_space, spaces.Discrete) else array
+
+
+def _leaves(space: gymnasium.Space, key: str, acts: bool) -> list[_Leaf]:
+    """Returns the leaves of a space; `key` names a space that is not a Dict."""
+    root: tuple[str, ...] = () if isinstance(space, spaces.Dict) else (key,)
+    return [
+        _leaf("/".join((*root, *map(str, path))), path, part, acts)
+        for path, part in _walk(space, ())
+    ]
+
+
+def _walk(
+    space: gymnasium.Space, path: tuple[Any, ...]
+) -> Iterator[tuple[tuple[Any, ...], gymnasium.Space]]:
+    if isinstance(space, spaces.Dict):
+        children: Iterable[tuple[Any, gymnasium.Space]] = space.spaces.items()
+    elif isinstance(space, spaces.Tuple):
+        children = enumerate(space.spaces)
+    else:
+        yield path, space
+        return
+    for part, child in children:
+        yield from _walk(child, (*path, part))
+
+
+def _unflatten(space: gymnasium.Space, values: Iterator[Any]) -> Any:
+    """Builds a nested value of `space` from its leaves, in the order of `_walk`."""
+    if isinstance(space, spaces.Dict):
+        children = space.spaces.items()
+        return {part: _unflatten(child, values) for part, child in children}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_unflatten(child, values) for child in space.spaces)
+    return next(values)
+
+
+def _leaf(key: str, path: tuple[Any, ...], space: gymnasium.Space, acts: bool) -> _Leaf:
+    try:
+        if isinstance(space, spaces.Discrete):
+            classes = _classes(int(space.n))
+            return _Leaf(key, path, classes, space, int(space.start) or None)
+        if isinstance(space, spaces.MultiDiscrete):
+            classes = _classes(space.nvec)
+            start = space.start.astype(np.int64) if np.any(space.start) else None
+            return _Leaf(key, path, classes, space, start)
+        if isinstance(space, spaces.MultiBinary):
+            return _Leaf(key, path, Space(np.int32, space.shape, 0, 2), space)
+        if isinstance(space, spaces.Box):
+            return _box_leaf(key, path, space, acts)
+    except ValueError as error:
+        raise UnsupportedSpace(f"Gymnasium space {space} at {key!r}: {error}") from None
+    raise UnsupportedSpace(
+        f"Expected a Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple at "
+        f"{key!r}, got {space}, whose values have no fixed shape. Convert it with a "
+        "gymnasium.ObservationWrapper or ActionWrapper."
+    )
+
+
+def _box_leaf(key: str, path: tuple[Any, ...], space: spaces.Box, acts: bool) -> _Leaf:
+    dtype = np.dtype(space.dtype)
+    if dtype.kind == "f":
+        bounds = (space.low, space.high) if acts else (None, None)
+        return _Leaf(key, path, Space(dtype, space.shape, *bounds), space)
+    if dtype.kind == "b":
+        return _Leaf(key, path, Space(dtype, space.shape), space)
+    wide = np.uint64 if dtype == np.uint64 else np.int64
+    low, high = space.low.astype(wide), space.high.astype(wide)
+    spread = high.astype(object) - low.astype(object)
+    # Actions are classes, and an observation of -1 would mean that it is missing.
+    shift = np.any(low) and (acts or dtype.kind == "i")
+    if shift and np.all(spread < np.iinfo(np.int32).max):
+        return _Leaf(key, path, _classes(spread + 1), space, low.astype(np.int64))
+    # Highs are inclusive there and exclusive here; a 64-bit maximum admits itself.
+    high = np.minimum(high, np.iinfo(wide).max - 1) + wide(1)
+    return _Leaf(key, path, Space(dtype, space.shape, low, high), space)
+
+
+def _classes(number: int | np.ndarray) -> Space:
+    """Returns the space of integers from 0 to below `number`, per element."""
+    number = np.asarray(number).astype(np.int64)
+    if np.any(number > np.iinfo(np.int32).max):
+        raise ValueError(f"expected classes that fit int32, got {number.max()}.")
+    return Space(np.int32, number.shape, 0, number)
+
+
+def _is_image(space: gymnasium.Space) -> bool:
+    return (
+        isinstance(space, spaces.Box)
+        and space.dtype == np.uint8
+        and len(space.shape) == 3
+    )
+
+
+def _check_keys(name: str, obs_leaves: list[_Leaf], act_leaves: list[_Leaf]) -> None:
+    taken: set[str] = set()
+    for kind, leaves in (("observation", obs_leaves), ("action", act_leaves)):
+        for leaf in leaves:
+            if leaf.key in RESERVED or leaf.key.startswith(RESERVED_PREFIXES):
+                problem = "is reserved"
+            elif leaf.key in taken:
+                problem = "is there twice"
+            else:
+                taken.add(leaf.key)
+                continue
+            raise UnsupportedSpace(
+                f"Expected {kind} keys of env {name} that are free and unique, got "
+                f"{leaf.key!r}, which {problem}. Choose another obs_key or act_key, or "
+                "rename it with a gymnasium.ObservationWrapper or ActionWrapper."
+            )
+
+
+def _make(task: str, kwargs: dict[str, Any]) -> gymnasium.Env:
+    for prefix, package, extra in _PROVIDERS:
+        if task.startswith(prefix) and task not in gymnasium.registry:
+            try:
+                importlib.import_module(package)
+            except ModuleNotFoundError as error:
+                missing = error.name or package
+                raise MissingExtra.named(f"gym_{task}", missing, extra) from error
+    try:
+        # Its checker only warns; CheckSpaces raises.
+        return gymnasium.make(task, disable_env_checker=True, **kwargs)
+    except gymnasium.error.UnregisteredEnv as error:
+        raise UnknownTask(
+            f"Expected an id that is registered with Gymnasium, got {task!r}. {error} "
+            "The package that registers it can be named: gym_package:Name-v0."
+        ) from error
+    except gymnasium.error.DependencyNotInstalled as error:
+        if "mujoco" not in str(error).lower():
+            raise
+        raise MissingExtra.named(f"gym_{task}", "mujoco", "mujoco") from error

@@ -1,0 +1,147 @@
+"""A small arena seen as an image: our own task to learn on a CPU in minutes.
+
+Runs in the process that steps it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from embodied.base import Env, Spaces
+from embodied.envs.registry import UnknownTask
+from embodied.space import Space
+
+TASKS = ("reach",)
+CELLS = 6  # Per side.
+PIXELS = 8  # Per cell, so that the image is 48 x 48, the smallest that agents take.
+MIN_DISTANCE = 3  # In moves, from the start to the goal.
+MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))  # Stay, up, down, left, right.
+
+_FLOOR = (40, 40, 48)
+_LINE = (24, 24, 30)
+_AGENT = (240, 240, 240)
+_GOAL = (60, 200, 80)
+_TRAP = (210, 60, 60)
+
+
+class Grid(Env):
+    """Walk to the green cell and keep off the red one.
+
+        . . . . G .      The agent A, the goal G and the trap T are placed anew in
+        . T . . . .      every episode, with A at least three moves away from G.
+        . . . . . .      Reaching G gives reward 1 and ends the episode, T ends it
+        . . A . . .      without reward, and time runs out after `length` steps.
+
+    Everything is visible, and G can always be reached in time. A uniformly random
+    policy reaches it in about 11% of its episodes. `log/success` is 1 at that step.
+
+    Args:
+      task: 'reach'.
+      length: number of steps after which the episode is cut.
+      seed: decides where agent, goal and trap are placed.
+    """
+
+    def __init__(self, task: str = "reach", length: int = 20, seed: int = 0):
+        if task not in TASKS:
+            raise UnknownTask.named("grid task", task, TASKS)
+        if length < 1:
+            raise ValueError(f"Expected a length of at least 1, got {length}.")
+        self._length = length
+        self._rng = np.random.default_rng(seed)
+        self._floor = _render_floor()
+        self._tile = {color: _render_tile(color) for color in (_AGENT, _GOAL, _TRAP)}
+        self._arena = self._floor
+        self._agent = (0, 0)
+        self._goal = (0, 0)
+        self._trap = (0, 0)
+        self._count = 0
+        self._done = True
+
+    @property
+    def obs_space(self) -> Spaces:
+        """The image, and `log/success` for the logger."""
+        side = CELLS * PIXELS
+        return {
+            "image": Space(np.uint8, (side, side, 3)),
+            "reward": Space(np.float32),
+            "is_first": Space(bool),
+            "is_last": Space(bool),
+            "is_terminal": Space(bool),
+            "log/success": Space(np.float32, (), 0, 1),
+        }
+
+    @property
+    def act_space(self) -> Spaces:
+        """One of five moves, in the order of `MOVES`."""
+        return {
+            "reset": Space(bool),
+            "action": Space(np.int32, (), 0, len(MOVES)),
+        }
+
+    def step(self, action: dict[str, Any]) -> dict[str, Any]:
+        """Moves by one cell; at the edge of the arena the agent stays."""
+        if self._done or action["reset"]:
+            self._place()
+            return self._observe(first=True, success=False, trapped=False)
+        down, right = MOVES[int(action["action"])]
+        row, column = self._agent[0] + down, self._agent[1] + right
+        if 0 <= row < CELLS and 0 <= column < CELLS:
+            self._agent = (row, column)
+        self._count += 1
+        success = self._agent == self._goal
+        trapped = self._agent == self._trap
+        self._done = success or trapped or self._count >= self._length
+        return self._observe(False, success, trapped)
+
+    def _place(self) -> None:
+        self._count = 0
+        self._done = False
+        self._agent, self._goal = self._cell(), self._cell()
+        while _distance(self._agent, self._goal) < MIN_DISTANCE:
+            self._agent, self._goal = self._cell(), self._cell()
+        self._trap = self._cell()
+        while self._trap in (self._agent, self._goal):
+            self._trap = self._cell()
+        self._arena = self._floor.copy()
+        self._draw(self._arena, self._goal, _GOAL)
+        self._draw(self._arena, self._trap, _TRAP)
+
+    def _observe(self, first: bool, success: bool, trapped: bool) -> dict[str, Any]:
+        image = self._arena.copy()
+        self._draw(image, self._agent, _AGENT)
+        return {
+            "image": image,
+            "reward": np.float32(success),
+            "is_first": np.bool_(first),
+            "is_last": np.bool_(self._done),
+            "is_terminal": np.bool_(success or trapped),
+            "log/success": np.float32(success),
+        }
+
+    def _cell(self) -> tuple[int, int]:
+        row, column = divmod(int(self._rng.integers(CELLS * CELLS)), CELLS)
+        return row, column
+
+    def _draw(
+        self, image: np.ndarray, cell: tuple[int, int], color: tuple[int, int, int]
+    ) -> None:
+        row, column = cell[0] * PIXELS, cell[1] * PIXELS
+        image[row : row + PIXELS, column : column + PIXELS] = self._tile[color]
+
+
+def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
+    return abs(one[0] - other[0]) + abs(one[1] - other[1])
+
+
+def _render_tile(color: tuple[int, int, int]) -> np.ndarray:
+    """Returns one cell, [PIXELS, PIXELS, 3] uint8, with a line around it."""
+    tile = np.full((PIXELS, PIXELS, 3), _LINE, np.uint8)
+    tile[1:-1, 1:-1] = color
+    return tile
+
+
+def _render_floor() -> np.ndarray:
+    """Returns the empty arena, [CELLS * PIXELS, CELLS * PIXELS, 3] uint8."""
+    return np.tile(_render_tile(_FLOOR), (CELLS, CELLS, 1))

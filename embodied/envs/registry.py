@@ -1,0 +1,191 @@
+"""Turns the name of a task into an environment, in the process that steps it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from embodied.base import Env
+
+PACKAGE = "dreamerv3-parallel"
+
+
+class UnknownTask(ValueError):
+    """No suite, or no task of a suite, has this name."""
+
+    @classmethod
+    def named(cls, what: str, name: str, known: Iterable[str]) -> UnknownTask:
+        """Makes the error of a `what` (such as 'dummy task') that is not `known`."""
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=3)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        return cls(
+            f"Expected the name of a {what} ({', '.join(known)}), got {name!r}.{hint}"
+        )
+
+
+class MissingExtra(ImportError):
+    """A package that a task needs is not installed."""
+
+    @classmethod
+    def named(cls, task: str, package: str | None, extra: str) -> MissingExtra:
+        """Makes the error of `task`, whose `package` comes with `extra`."""
+        requirement = f"{PACKAGE}[{extra}]" if extra else PACKAGE
+        return cls(
+            f"Task {task!r} needs the package {package!r}, which is not installed. "
+            f"Run: pip install '{requirement}'",
+            name=package,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """Where the environments of one suite come from.
+
+    Attributes:
+      name: what stands before the first underscore of a task.
+      module: module that is imported when a task of the suite is made.
+      factory: its attribute that is called with the rest of the task's name, `seed`,
+        and the suite's options, and returns an Env.
+      extra: the extra of this package to install; empty if none is needed.
+      doc: one line for listings.
+    """
+
+    name: str
+    module: str
+    factory: str
+    extra: str
+    doc: str
+
+
+_SUITES = (
+    Suite(
+        "dummy",
+        "embodied.envs.dummy",
+        "Dummy",
+        extra="",
+        doc="Cheap made-up observations of every kind: disc, cont, both.",
+    ),
+    Suite(
+        "grid",
+        "embodied.envs.grid",
+        "Grid",
+        extra="",
+        doc="A small maze on images, learnable on a CPU in minutes: reach.",
+    ),
+    Suite(
+        "gym",
+        "embodied.envs.from_gym",
+        "FromGym",
+        extra="",
+        doc="Any id that is registered with Gymnasium, such as gym_CartPole-v1.",
+    ),
+)
+SUITES: Mapping[str, Suite] = MappingProxyType({suite.name: suite for suite in _SUITES})
+
+# Gymnasium's ids may hold a colon too, but end in a version: gym_module:Name-v0.
+_OWN_TASK = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
+
+
+def make(task: str, *, index: int = 0, seed: int = 0, **kwargs: Any) -> Env:
+    """Makes the environment of a task.
+
+    Args:
+      task: `SUITE_NAME`, such as `dummy_disc`, `grid_reach`, `gym_CartPole-v1` or
+        `gym_ALE/Pong-v5`; or your own environment as `package.module:Name`, where
+        the name is a class or function that returns an Env or a Gymnasium env. It
+        is called with the options and, if it has a parameter of that name, `seed`.
+      index: number of this environment within the run.
+      seed: seed of the run. Runs of the same seed and actions see the same episodes,
+        environments of different index see different ones.
+      **kwargs: options of the suite.
+    """
+    derived = env_seed(seed, index)
+    own = _OWN_TASK.fullmatch(task)
+    if own:
+        return _make_own(task, own[1], own[2], derived, kwargs)
+    name, underscore, rest = task.partition("_")
+    if name not in SUITES:
+        raise UnknownTask.named(
+            "suite before the first underscore", name, SUITES
+        ) from None
+    if not underscore or not rest:
+        raise UnknownTask(
+            f"Expected a task of the form {name}_NAME, got {task!r}. "
+            f"The suite {name!r} has: {SUITES[name].doc}"
+        )
+    suite = SUITES[name]
+    module = _import(task, suite.module, suite.extra)
+    return getattr(module, suite.factory)(rest, seed=derived, **kwargs)
+
+
+def env_seed(seed: int, index: int) -> int:
+    """Returns the seed of environment `index` in a run of `seed`, below 2 ** 31."""
+    for name, value in (("seed", seed), ("index", index)):
+        if value < 0:
+            raise ValueError(
+                f"Expected a {name} of at least 0, got {value}. "
+                "Random generators take no negative seeds."
+            )
+    sequence = np.random.SeedSequence(seed, spawn_key=(index,))
+    return int(sequence.generate_state(1)[0] >> 1)
+
+
+def _import(task: str, module: str, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and error.name.split(".")[0] == module.split(".")[0]:
+            raise
+        raise MissingExtra.named(task, error.name, extra) from error
+
+
+def _make_own(
+    task: str, module_name: str, name: str, seed: int, kwargs: dict[str, Any]
+) -> Env:
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A package that the module itself imports is another matter.
+        if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise UnknownTask(
+            f"Expected an importable module before the colon of task {task!r}, but "
+            f"{error.name!r} was not found. Install it, or run from its folder."
+        ) from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise UnknownTask.named(
+            f"class or function in {module_name}",
+            name,
+            [
+                key
+                for key, value in vars(module).items()
+                if callable(value) and not key.startswith("_")
+            ],
+        )
+    if _takes(factory, "seed"):
+        kwargs = {**kwargs, "seed": seed}
+    env = factory(**kwargs)
+    if all(hasattr(env, key) for key in ("obs_space", "act_space", "step")):
+        return env
+    from_gym = importlib.import_module("embodied.envs.from_gym")
+    if from_gym.is_gym_env(env):
+        return from_gym.FromGym(env, seed=seed)
+    raise TypeError(
+        f"Expected {task} to return an embodied.Env (obs_space, act_space, step) or a "
+        f"gymnasium.Env, got {type(env).__name__}. Return one of these."
+    )
+
+
+def _takes(function: Callable[..., Any], parameter: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return parameter in parameters

@@ -1,0 +1,215 @@
+"""The wrapper that checks values against their spaces; where the env is stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from embodied.base import Array, Env, Spaces
+from embodied.space import Space
+from embodied.wrappers.base import (
+    SpaceError,
+    Step,
+    Wrapper,
+    bounds,
+    env_name,
+    refuse_strings,
+)
+
+_FLAGS = ("is_first", "is_last", "is_terminal")
+
+
+class CheckSpaces(Wrapper):
+    """Raises SpaceError when an observation or action is not in its space.
+
+    The markers of a missing value, -inf for floats and -1 for signed integers, are
+    allowed in observations whatever the bounds. Plain Python numbers are converted to
+    the declared dtype. Keys that start with `log/` are not held to their bounds, and
+    the actions of a step that resets are ignored, so they are not checked.
+
+    Args:
+      env: the environment.
+      nonfinite: what to do with NaN and infinity in observations, 'raise' or 'pass'.
+    """
+
+    def __init__(self, env: Env, nonfinite: str = "raise"):
+        super().__init__(env)
+        if nonfinite not in ("raise", "pass"):
+            raise ValueError(
+                f"Expected nonfinite to be 'raise' or 'pass', got {nonfinite!r}."
+            )
+        obs_space = refuse_strings(super().obs_space, "observation", env)
+        act_space = refuse_strings(super().act_space, "action", env)
+        for key in ("reward", *_FLAGS):
+            kind = "f" if key == "reward" else "b"
+            _check_required("observation", key, obs_space.get(key), kind, env)
+        _check_required("action", "reset", act_space.get("reset"), "b", env)
+        self._obs_space = obs_space
+        self._act_space = act_space
+        self._obs_checks = {
+            key: _Check("observation", key, space, env, nonfinite == "pass")
+            for key, space in obs_space.items()
+        }
+        self._act_checks = {
+            key: _Check("action", key, space, env, passes=False)
+            for key, space in act_space.items()
+        }
+
+    @property
+    def obs_space(self) -> Spaces:
+        """Spaces of the wrapped environment."""
+        return dict(self._obs_space)
+
+    @property
+    def act_space(self) -> Spaces:
+        """Spaces of the wrapped environment."""
+        return dict(self._act_space)
+
+    def step(self, action: Step) -> Step:
+        """Checks the action, steps, and checks the observation."""
+        if "reset" not in action or not action["reset"]:
+            self._check_keys("action", action, self._act_space)
+            action = {
+                key: check(action[key]) for key, check in self._act_checks.items()
+            }
+        obs = self.env.step(action)
+        self._check_keys("observation", obs, self._obs_space)
+        return {key: check(obs[key]) for key, check in self._obs_checks.items()}
+
+    def _check_keys(self, kind: str, values: Any, spaces: Spaces) -> None:
+        if isinstance(values, dict) and values.keys() == spaces.keys():
+            return
+        if not isinstance(values, dict):
+            raise SpaceError(
+                f"Env {env_name(self)}: expected a dict of arrays as {kind}, got "
+                f"{type(values).__name__}."
+            )
+        missing = sorted(spaces.keys() - values.keys())
+        extra = sorted(values.keys() - spaces.keys())
+        if missing:
+            raise SpaceError.of(
+                kind,
+                missing[0],
+                self,
+                spaces[missing[0]],
+                f"no such key among {sorted(values)}",
+                f"Every {kind} must hold all declared keys.",
+            )
+        raise SpaceError.of(
+            kind,
+            extra[0],
+            self,
+            f"only the declared keys {sorted(spaces)}",
+            values[extra[0]],
+            "Declare its space or leave it out.",
+        )
+
+
+class _Check:
+    """Checks the values of one key; what a space allows is found out only once."""
+
+    def __init__(self, kind: str, key: str, space: Space, env: Env, passes: bool):
+        self._kind = kind
+        self._key = key
+        self._space = space
+        self._env = env
+        self._passes = passes
+        self._markers = kind == "observation" and key != "reward"
+        self._low, self._high = bounds(space)
+        lowest, highest = bounds(Space(space.dtype, space.shape))
+        bounded = np.any(self._low != lowest) or np.any(self._high != highest)
+        if space.dtype.kind == "f":
+            limit = np.finfo(space.dtype).max
+            self._low, self._high = np.clip((self._low, self._high), -limit, limit)
+        # Most keys need no, or only a cheap, look at their values.
+        self._fits: Callable[[np.ndarray], bool] = self._inside
+        if key.startswith("log/") or (not bounded and space.discrete):
+            self._fits = _always
+        elif not bounded:
+            self._fits = _finite
+        # A scalar takes a tenth of the time when it is compared as a plain number.
+        self._scalar = space.dtype.type if space.shape == () else None
+        self._scalar_bounds = self._low.min().item(), self._high.max().item()
+
+    def __call__(self, value: Any) -> Array:
+        if type(value) is self._scalar:
+            low, high = self._scalar_bounds
+            if low <= value.item() <= high:
+                return value
+        elif type(value) in (bool, int, float):
+            value = _from_python(value, self._space)
+        array = np.asarray(value)
+        if array.dtype != self._space.dtype:
+            raise self._error(value, f"Convert it to {self._space.dtype}.")
+        if array.shape != self._space.shape:
+            raise self._error(value, f"Give it the shape {self._space.shape}.")
+        if not self._fits(array):
+            self._check_exceptions(array)
+        return value if isinstance(value, np.generic) else array
+
+    def _inside(self, array: np.ndarray) -> bool:
+        # Bounds are finite, and NaN compares false, so it is outside too.
+        return bool((array >= self._low).all() and (array <= self._high).all())
+
+    def _check_exceptions(self, array: np.ndarray) -> None:
+        """Raises unless all values outside the bounds are ones that may be."""
+        allowed = np.zeros(array.shape, bool)
+        if array.dtype.kind == "f":
+            if self._markers:
+                allowed = np.isneginf(array)
+            if self._passes:
+                allowed = ~np.isfinite(array)
+            if not np.all(np.isfinite(array) | allowed):
+                hint = " -inf marks a missing observation." if self._markers else ""
+                raise self._error(array, f"Values must be finite.{hint}")
+        elif self._markers and array.dtype.kind == "i":
+            allowed = array == -1
+        if not self._inside(np.where(allowed, self._low, array)):
+            advice = "Keep it within the bounds"
+            if self._kind == "observation":
+                advice += " or declare wider ones"
+            raise self._error(array, f"{advice}.")
+
+    def _error(self, value: Any, advice: str) -> SpaceError:
+        return SpaceError.of(
+            self._kind, self._key, self._env, self._space, value, advice
+        )
+
+
+def _always(array: np.ndarray) -> bool:
+    return True
+
+
+def _finite(array: np.ndarray) -> bool:
+    return bool(np.isfinite(array).all())
+
+
+def _from_python(value: bool | int | float, space: Space) -> Any:
+    """Converts a plain number where no information is lost, else returns it as is."""
+    kind = space.dtype.kind
+    if kind == "b" and isinstance(value, bool):
+        return np.bool_(value)
+    if kind in "iu" and type(value) is int:
+        info = np.iinfo(space.dtype)
+        return space.dtype.type(value) if info.min <= value <= info.max else value
+    if kind == "f" and not isinstance(value, bool):
+        with np.errstate(over="ignore"):
+            return space.dtype.type(value)
+    return value
+
+
+def _check_required(
+    kind: str, key: str, space: Space | None, dtype_kind: str, env: Env
+) -> None:
+    if space is None or space.dtype.kind != dtype_kind or space.shape != ():
+        expected = "float32" if dtype_kind == "f" else "bool"
+        raise SpaceError.of(
+            kind,
+            key,
+            env,
+            f"a declared scalar of {expected}",
+            "no such key" if space is None else str(space),
+            f"Declare it in {'obs' if kind == 'observation' else 'act'}_space.",
+        )

@@ -1,0 +1,187 @@
+"""Wrappers that change when episodes begin and end; where the env is stepped."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from embodied.base import Env
+from embodied.wrappers.base import SpaceError, Step, Wrapper, env_name
+
+_logger = logging.getLogger(__name__)
+
+
+class TimeLimit(Wrapper):
+    """Ends episodes after `duration` steps; 0 means never.
+
+    Args:
+      env: the environment.
+      duration: number of steps after the first observation.
+      reset: whether the environment starts over after a cut episode. If not, it goes
+        on from where it was: the last observation is also the first of the next one.
+    """
+
+    def __init__(self, env: Env, duration: int, reset: bool = True):
+        super().__init__(env)
+        if duration < 0:
+            raise ValueError(f"Expected a duration of at least 0, got {duration}.")
+        self._duration = duration
+        self._reset = reset
+        self._count = 0
+        self._done = True
+        self._cut: Step | None = None
+
+    def step(self, action: Step) -> Step:
+        """Steps, and sets `is_last` when time is up."""
+        if self._done or action["reset"]:
+            return self._start(action)
+        obs = self.env.step(action)
+        # An environment may begin an episode by itself, such as after a crash.
+        self._count = 0 if obs["is_first"] else self._count + 1
+        if self._duration and self._count >= self._duration and not obs["is_last"]:
+            obs = {**obs, "is_last": np.bool_(True)}
+            self._cut = None if self._reset else obs
+        self._done = bool(obs["is_last"])
+        return obs
+
+    def _start(self, action: Step) -> Step:
+        cut, self._cut = self._cut, None
+        self._count = 0
+        if cut is None:
+            obs = self.env.step({**action, "reset": np.bool_(True)})
+        else:
+            obs = {
+                **cut,
+                "reward": np.zeros_like(cut["reward"]),
+                "is_first": np.bool_(True),
+                "is_last": np.bool_(False),
+            }
+        self._done = bool(obs["is_last"])
+        return obs
+
+
+class ActionRepeat(Wrapper):
+    """Takes every action `repeat` times, or until the episode ends; sums rewards.
+
+    The attribute `repeat` says how many environment steps an action takes, those of
+    wrapped repeats included.
+    """
+
+    def __init__(self, env: Env, repeat: int):
+        super().__init__(env)
+        if repeat < 1:
+            raise ValueError(f"Expected a repeat of at least 1, got {repeat}.")
+        self._repeat = repeat
+        self.repeat = repeat * getattr(env, "repeat", 1)
+
+    def step(self, action: Step) -> Step:
+        """Returns the last observation, with the sum of the rewards."""
+        obs = self.env.step(action)
+        total = obs["reward"]
+        for _ in range(self._repeat - 1):
+            if obs["is_first"] or obs["is_last"]:
+                break
+            obs = self.env.step(action)
+            # An episode that began by itself must not get the old one's reward.
+            total = obs["reward"] if obs["is_first"] else total + obs["reward"]
+        return {**obs, "reward": total}
+
+
+class RestartOnException(Wrapper):
+    """Makes the environment anew when its `step` fails.
+
+    The step that failed returns the first observation of a new episode, with
+    `is_first` set: an episode that was interrupted has no last step, and none is made
+    up, since what the action led to is not known.
+
+    Only the thread that owns the environment calls `step`; `close` may come from
+    another one and ends a wait.
+
+    Args:
+      make_env: makes the environment, which is the same one every time.
+      exceptions: what to restart after.
+      window: seconds within which failures are counted.
+      maxfails: failures in a window that are made up for; the next one is raised.
+      wait: seconds before the environment is made again.
+      clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[], Env],
+        exceptions: tuple[type[BaseException], ...] = (Exception,),
+        window: float = 300.0,
+        maxfails: int = 2,
+        wait: float = 20.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        super().__init__(make_env())
+        self._make_env = make_env
+        self._exceptions = exceptions
+        self._window = window
+        self._maxfails = maxfails
+        self._wait = wait
+        self._clock = clock
+        self._failures: collections.deque[float] = collections.deque()
+        self._closed = threading.Event()
+
+    def step(self, action: Step) -> Step:
+        """Steps the environment, or a new one if that fails."""
+        try:
+            return self.env.step(action)
+        except self._exceptions as error:
+            failure = error
+        while True:
+            self._count_failure(failure)
+            if self._closed.wait(self._wait):
+                raise failure
+            try:
+                env = self._make_env()
+                obs = env.step({**action, "reset": np.bool_(True)})
+            except self._exceptions as error:
+                failure = error
+            else:
+                return self._continue_with(env, obs)
+
+    def close(self) -> None:
+        """Closes the environment and gives up on a restart that waits."""
+        self._closed.set()
+        super().close()
+
+    def _count_failure(self, failure: BaseException) -> None:
+        now = self._clock()
+        self._failures.append(now)
+        while self._failures[0] < now - self._window:
+            self._failures.popleft()
+        if len(self._failures) > self._maxfails:
+            raise failure
+        _logger.warning(
+            "Env %s failed (%d of %d failures in %g s that are made up for); "
+            "it is made again in %g s.",
+            env_name(self),
+            len(self._failures),
+            self._maxfails,
+            self._window,
+            self._wait,
+            exc_info=failure,
+        )
+        try:
+            super().close()
+        except self._exceptions:
+            _logger.warning("Closing env %s failed.", env_name(self), exc_info=True)
+
+    def _continue_with(self, env: Env, obs: Step) -> Step:
+        old, self.env = Wrapper(self.env), env
+        new = Wrapper(env)
+        if (old.obs_space, old.act_space) != (new.obs_space, new.act_space):
+            raise SpaceError(
+                f"Env {env_name(env)} came back with other spaces after a restart: "
+                f"expected {old.obs_space} and {old.act_space}, got {new.obs_space} "
+                f"and {new.act_space}. make_env must make the same one every time."
+            )
+        return obs
