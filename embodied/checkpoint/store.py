@@ -1,0 +1,308 @@
+"""The checkpoints of a run: commits, fallbacks and pruning. Any process.
+
+One process, the conductor, commits; others may write parts for it. Within a process
+a lock lets one thread at a time commit, prune, clean, or save. Writing a part takes no
+lock: it touches only files that carry its own name and tag.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import re
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from embodied.base import Tree
+from embodied.checkpoint.files import (
+    CheckpointError,
+    FileRecord,
+    Root,
+    check_path,
+    delete,
+    find_damage,
+    is_temporary,
+    list_files,
+    locate,
+)
+from embodied.checkpoint.manifest import (
+    Manifest,
+    ManifestFiles,
+    check_tag,
+    find_tag,
+    next_tag,
+)
+from embodied.checkpoint.trees import load_tree, save_tree
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
+
+logger = logging.getLogger("embodied.checkpoint")
+
+
+class Checkpoint:
+    """Reads and writes the checkpoints below one root.
+
+    A commit is the rename of `manifest.json`: whoever is killed before it leaves the
+    previous checkpoint the newest, whoever is killed after it the new one.
+
+    Args:
+      root: the logdir; manifests list files relative to it.
+      folder: where manifests and parts lie, relative to the root.
+      keep: number of checkpoints to keep.
+      min_free_bytes: room that a save has to leave on the disk.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        folder: str = "ckpt",
+        keep: int = 3,
+        min_free_bytes: int = 100_000_000,
+    ):
+        check_path(folder)
+        if keep < 1:
+            raise ValueError(f"Expected to keep at least 1 checkpoint, got {keep}.")
+        if min_free_bytes < 0:
+            raise ValueError(f"Expected min_free_bytes >= 0, got {min_free_bytes}.")
+        self._root = Path(root).absolute()
+        self._folder = folder
+        self._keep = keep
+        self._min_free_bytes = min_free_bytes
+        self._manifests = ManifestFiles(self._root, folder)
+        self._lock = threading.RLock()  # Guards _last_tag, and one writer at a time.
+        self._last_tag: str | None = None
+
+    def exists(self) -> bool:
+        """Whether there has been a commit, be it damaged by now or not."""
+        return bool(self._manifests.paths())
+
+    def new_tag(self) -> str:
+        """Returns a tag that sorts behind all that exist, committed or not."""
+        with self._lock:
+            used = [find_tag(path) for path in list_files(self._root, self._folder)]
+            used += [self._last_tag, *(x.tag for x in self._manifests.read()[0])]
+            previous = max((tag for tag in used if tag), default=None)
+            self._last_tag = next_tag(previous, datetime.datetime.now(datetime.UTC))
+            return self._last_tag
+
+    def write_part(self, tag: str, name: str, tree: Tree) -> list[FileRecord]:
+        """Writes one role's state under a tag, from any process.
+
+        Args:
+          tag: from the conductor's `new_tag`.
+          name: of the role, such as 'agent' or 'replay/00001'.
+          tree: see `save_tree`.
+
+        Returns:
+          The records to hand to `commit`.
+        """
+        stem = self._stem(tag, name)
+        if locate(self._root, self._manifests.archived(tag)).exists():
+            raise CheckpointError(
+                f"Checkpoint {tag} is committed and must not change. Write the part "
+                f"{name!r} under a new tag."
+            )
+        return save_tree(self._root, stem, tree, min_free_bytes=self._min_free_bytes)
+
+    def commit(
+        self,
+        tag: str,
+        records: Iterable[FileRecord],
+        meta: dict[str, Any] | None = None,
+    ) -> Manifest:
+        """Makes the files of `records` the newest checkpoint, then prunes.
+
+        Raises:
+          CheckpointError: a required file is missing or of the wrong size, the tag is
+            not newer than the last commit, or the manifest could not be written.
+        """
+        with self._lock:
+            manifest = Manifest.of(tag, records, meta)
+            readable, _ = self._manifests.read()
+            if readable and tag <= readable[0].tag:
+                raise CheckpointError(
+                    f"Expected a tag newer than the last commit {readable[0].tag}, "
+                    f"got {tag}. Use new_tag()."
+                )
+            self._check_files(manifest)
+            if readable:
+                # A kill may have come between the two writes of the last commit.
+                self._manifests.write_archived(readable[0])
+            self._manifests.write_current(manifest)
+            try:
+                self._manifests.write_archived(manifest)
+                self.prune()
+            except CheckpointError as error:
+                # It is committed; the next commit makes up for what is missing.
+                logger.warning("After the commit of %s: %s", tag, error)
+            return manifest
+
+    def newest(self) -> Manifest | None:
+        """Returns the newest manifest whose required files are all whole.
+
+        Every byte of them is read and compared with its digest. Damaged checkpoints
+        are skipped with a warning.
+
+        Returns:
+          The manifest, or None where there has never been a commit.
+
+        Raises:
+          CheckpointError: there are commits, but all are damaged. Starting from zero
+            would lose what can perhaps still be rescued, so a person has to decide.
+        """
+        readable, damaged = self._manifests.read()
+        problems = list(damaged.values())
+        for problem in problems:
+            logger.warning("Skipping a damaged manifest: %s", problem)
+        for manifest in readable:
+            found = [
+                damage
+                for record in manifest.files
+                if record.required and (damage := find_damage(self._root, record))
+            ]
+            if not found:
+                return manifest
+            for problem in found:
+                logger.warning("Skipping checkpoint %s: %s", manifest.tag, problem)
+            problems += found
+        if problems:
+            raise CheckpointError(
+                f"No checkpoint in {self._root / self._folder} is whole: "
+                f"{' '.join(problems)} Restore these files from a copy, or move the "
+                "folder away to start from the beginning."
+            )
+        return None
+
+    def parts(self, manifest: Manifest) -> list[str]:
+        """Returns the names of the parts that a checkpoint has."""
+        start, end = f"{self._folder}/", f"/{manifest.tag}.json"
+        return [
+            record.path[len(start) : -len(end)]
+            for record in manifest.files
+            if record.path.startswith(start) and record.path.endswith(end)
+        ]
+
+    def read_part(self, manifest: Manifest, name: str) -> Tree:
+        """Returns the tree that `write_part` was given; verifies it once more."""
+        names = self.parts(manifest)
+        if name not in names:
+            raise CheckpointError(
+                f"Checkpoint {manifest.tag} has no part {name!r}, only {names}."
+            )
+        return load_tree(self._root, self._stem(manifest.tag, name), manifest.files)
+
+    def save(
+        self, parts: Mapping[str, Tree], meta: dict[str, Any] | None = None
+    ) -> str:
+        """Writes and commits all parts of a run in one process; returns the tag."""
+        with self._lock:
+            tag = self.new_tag()
+            try:
+                records = []
+                for name, tree in parts.items():
+                    records += self.write_part(tag, name, tree)
+                self.commit(tag, records, meta)
+            except BaseException:
+                self.discard(tag)
+                raise
+            return tag
+
+    def load(self) -> tuple[dict[str, Tree], dict[str, Any]] | None:
+        """Returns all parts and the meta of the newest whole checkpoint, if any."""
+        manifest = self.newest()
+        if manifest is None:
+            return None
+        parts = {name: self.read_part(manifest, name) for name in self.parts(manifest)}
+        return parts, manifest.meta
+
+    def discard(self, tag: str) -> None:
+        """Removes the parts of a save that failed; a committed tag is left alone."""
+        check_tag(tag)
+        with self._lock:
+            readable, damaged = self._manifests.read()
+            unclear = {
+                self._manifests.current,
+                self._manifests.archived(tag),
+            } & damaged.keys()
+            if unclear or any(manifest.tag == tag for manifest in readable):
+                return
+            for path in list_files(self._root, self._folder):
+                if find_tag(path) == tag:
+                    delete(self._root, path)
+
+    def prune(self) -> None:
+        """Removes all but the newest checkpoints, and the files only those list.
+
+        Checkpoints that lack a file do not count as kept; their files stay until
+        there are enough newer ones. What a damaged manifest listed is not known, so
+        it causes no deletion.
+        """
+        with self._lock:
+            readable, damaged = self._manifests.read()
+            kept, whole = 0, 0
+            while kept < len(readable) and whole < self._keep:
+                whole += self._sizes_fit(readable[kept])
+                kept += 1
+            needed = {self._manifests.current}
+            for manifest in readable[:kept]:
+                needed.add(self._manifests.archived(manifest.tag))
+                needed |= {record.path for record in manifest.files}
+            # Files go first: a kill in between then leaves a manifest to go on with.
+            for manifest in reversed(readable[kept:]):
+                unneeded = {record.path for record in manifest.files} - needed
+                gone = [delete(self._root, path) for path in sorted(unneeded)]
+                if all(gone):
+                    delete(self._root, self._manifests.archived(manifest.tag))
+            if whole == self._keep:
+                oldest = self._manifests.archived(readable[kept - 1].tag)
+                for path in damaged.keys() - {self._manifests.current}:
+                    if path < oldest:
+                        delete(self._root, path)
+
+    def clean(self) -> None:
+        """Removes what a killed save or prune has left. Call it at start-up.
+
+        These are temporary files anywhere below the root, and files in the folder
+        whose name begins with a tag but that no kept manifest lists. No save may be
+        under way, in this process or another. If all manifests are damaged, only
+        temporary files are removed.
+        """
+        with self._lock:
+            for path in list_files(self._root):
+                if is_temporary(path):
+                    delete(self._root, path)
+            self.prune()
+            readable, damaged = self._manifests.read()
+            if damaged and not readable:
+                return
+            needed = set(self._manifests.paths())
+            for manifest in readable:
+                needed |= {record.path for record in manifest.files}
+            for path in list_files(self._root, self._folder):
+                if find_tag(path) and path not in needed:
+                    delete(self._root, path)
+
+    def _stem(self, tag: str, name: str) -> str:
+        check_tag(tag)
+        if not _NAME.fullmatch(name) or name.split("/")[0] == "manifests":
+            raise CheckpointError(
+                "Expected a part name of letters, digits, '_', '-', '.' and '/', other "
+                f"than 'manifests', got {name!r:.100}."
+            )
+        return f"{self._folder}/{name}/{tag}"
+
+    def _check_files(self, manifest: Manifest) -> None:
+        for record in manifest.files:
+            damage = find_damage(self._root, record, digest=False)
+            if damage and record.required:
+                raise CheckpointError(f"Cannot commit {manifest.tag}: {damage}")
+            if damage:
+                logger.warning("Committing %s although %s", manifest.tag, damage)
+
+    def _sizes_fit(self, manifest: Manifest) -> bool:
+        return not any(
+            record.required and find_damage(self._root, record, digest=False)
+            for record in manifest.files
+        )
