@@ -1,0 +1,228 @@
+"""Processes: how they are stopped, and what they leave behind.
+
+Functions for child processes are nested in their tests, so that they travel by value
+and the children do not import this module.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+from process_testing import WAIT, Line, is_gone, wait_for, wait_forever
+
+from embodied.rpc.workers import Process, stop
+
+
+@pytest.fixture
+def line():
+    with Line() as line:
+        yield line
+
+
+class TestStopping:
+    def test_sigterm_runs_finally_blocks(self, line):
+        def work(fd):
+            import os
+            import threading
+
+            try:
+                os.write(fd, b"ready\n")
+                threading.Event().wait()
+            finally:
+                os.write(fd, b"cleaned\n")
+
+        process = Process(work, line.fd, fds=[line.fd], start=True)
+        assert line.receive() == "ready"
+        assert process.kill(timeout=WAIT)
+        assert line.receive() == "cleaned"
+        assert (process.exitcode, process.error) == (-signal.SIGTERM, None)
+
+    def test_a_second_sigterm_does_not_interrupt_the_cleanup(self, line):
+        def work(fd):
+            import os
+            import threading
+
+            try:
+                os.write(fd, b"ready\n")
+                threading.Event().wait()
+            finally:
+                os.write(fd, b"cleaning\n")
+                os.read(fd, 1)
+                os.write(fd, b"cleaned\n")
+
+        with Process(work, line.fd, fds=[line.fd]) as process:
+            assert line.receive() == "ready"
+            os.kill(process.pid, signal.SIGTERM)
+            assert line.receive() == "cleaning"
+            os.kill(process.pid, signal.SIGTERM)
+            line.send("go")
+            assert line.receive() == "cleaned"
+            assert process.join(WAIT)
+
+    def test_an_own_handler_for_sigterm_is_respected(self, line):
+        def work(fd):
+            import os
+            import signal
+            import threading
+
+            stop = threading.Event()
+            signal.signal(signal.SIGTERM, lambda *_: stop.set())
+            os.write(fd, b"ready\n")
+            stop.wait()
+
+        process = Process(work, line.fd, fds=[line.fd], start=True)
+        assert line.receive() == "ready"
+        assert process.kill(timeout=WAIT)
+        assert (process.exitcode, process.error) == (0, None)
+
+    def test_an_exception_in_the_cleanup_is_an_error(self, line):
+        def work(fd):
+            import os
+            import threading
+
+            try:
+                os.write(fd, b"ready\n")
+                threading.Event().wait()
+            finally:
+                raise OSError("disk full")
+
+        process = Process(work, line.fd, fds=[line.fd], start=True)
+        assert line.receive() == "ready"
+        assert process.kill(timeout=WAIT)
+        assert "failed with OSError: disk full" in str(process.error)
+
+    def test_sigterm_after_the_call_ends_what_is_left_quietly(self, line, capfd):
+        def work(fd):
+            import os
+            import threading
+
+            def go_on():
+                threading.main_thread().join()
+                os.write(fd, b"returned\n")
+                threading.Event().wait()
+
+            threading.Thread(target=go_on).start()
+
+        process = Process(work, line.fd, fds=[line.fd], start=True)
+        assert line.receive() == "returned"
+        assert process.kill(timeout=WAIT)
+        assert (process.exitcode, process.error) == (-signal.SIGTERM, None)
+        assert capfd.readouterr().err == ""
+
+    def test_sigkill_after_the_deadline_ends_the_whole_group(self, line):
+        def work(fd):
+            import os
+            import signal
+            import subprocess
+            import threading
+
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            sleeper = subprocess.Popen(["sleep", "600"])
+            os.write(fd, f"{sleeper.pid}\n".encode())
+            threading.Event().wait()
+
+        process = Process(work, line.fd, fds=[line.fd], start=True)
+        sleeper = int(line.receive())
+        start = time.monotonic()
+        assert process.kill(timeout=0.3)
+        assert time.monotonic() - start >= 0.3
+        assert (process.exitcode, process.error) == (-signal.SIGKILL, None)
+        wait_for(lambda: is_gone(sleeper))
+
+    def test_several_share_one_deadline(self, line):
+        def work(fd):
+            import os
+            import signal
+            import threading
+
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.write(fd, b"ready\n")
+            threading.Event().wait()
+
+        processes = [Process(work, line.fd, fds=[line.fd]) for _ in range(4)]
+        for process in processes:
+            process.start()
+            assert line.receive() == "ready"
+        start = time.monotonic()
+        stop(processes, timeout=1.0)
+        assert 1.0 <= time.monotonic() - start < 3.9
+        assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 4
+
+    def test_a_process_can_be_stopped_while_it_starts(self):
+        for _ in range(5):
+            process = Process(wait_forever(), start=True)
+            assert process.kill(timeout=WAIT)
+            assert (process.exitcode, process.error) == (-signal.SIGTERM, None)
+
+    def test_leaving_the_block_stops_the_process(self):
+        with Process(wait_forever()) as process:
+            assert process.running
+        assert not process.running
+        assert process.error is None
+
+    def test_sigint_does_not_end_a_child(self, line):
+        def work(fd):
+            import os
+
+            os.write(fd, b"ready\n")
+            os.read(fd, 1)
+            os.write(fd, b"alive\n")
+
+        with Process(work, line.fd, fds=[line.fd]) as process:
+            assert line.receive() == "ready"
+            os.killpg(process.pid, signal.SIGINT)
+            line.send("go")
+            assert line.receive() == "alive"
+            assert process.join(WAIT)
+            process.check()
+
+
+class TestLeftovers:
+    def test_no_descriptor_is_left_and_no_zombie(self):
+        def count():
+            return len(os.listdir("/proc/self/fd"))
+
+        def fail():
+            raise ValueError
+
+        before = count()
+        processes = [Process(fail if i % 3 else print) for i in range(30)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            assert process.join(WAIT)
+        assert count() == before
+        assert not any(psutil.pid_exists(process.pid) for process in processes)
+        wait_for(lambda: not any(t.name == "watch fail" for t in threading.enumerate()))
+
+    def test_a_failed_start_leaves_no_descriptor(self):
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(Exception, match=r"fds|Bad file descriptor|preexec"):
+            Process(print, fds=[10_000]).start()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    @pytest.mark.parametrize("ending", ["SIGKILL", "return"])
+    def test_a_child_takes_its_own_children_along(self, line, ending):
+        def work(fd):
+            import os
+            import subprocess
+
+            sleeper = subprocess.Popen(["sleep", "600"])
+            sleeper.returncode = 0  # No warning about a process left behind.
+            os.write(fd, f"{sleeper.pid}\n".encode())
+            os.read(fd, 1)
+
+        process = Process(work, line.fd, fds=[line.fd], start=True)
+        sleeper = int(line.receive())
+        assert not is_gone(sleeper)
+        if ending == "SIGKILL":
+            os.kill(process.pid, signal.SIGKILL)
+        else:
+            line.send("go")
+        assert process.join(WAIT)
+        wait_for(lambda: is_gone(sleeper))
