@@ -1,0 +1,114 @@
+"""Appends scalars to a file of JSON lines; in the process that logs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from embodied.logger.output import Output, Summary
+
+
+class JSONLOutput(Output):
+    r"""Appends `{"step": …, name: number, …}` to a file, one line per step and write.
+
+    A name that comes twice at one step opens another line, so that no value is lost.
+    NaN and infinities, which JSON lacks, are written as `null`. Text, vectors, images
+    and videos are left out.
+
+    Every line is complete: what a killed process left of a last line is completed
+    or cut off when the file is opened, and a write that fails half-way, as on a full
+    disk, is taken back.
+
+        JSONLOutput(logdir, 'scores.jsonl', 'episode/score')   # Not eval_episode/score.
+
+    Args:
+      logdir: folder of the file, created if needed.
+      filename: name of the file in it.
+      pattern: regular expression that a metric's whole name must match.
+    """
+
+    def __init__(
+        self,
+        logdir: str | os.PathLike[str],
+        filename: str = "metrics.jsonl",
+        pattern: str = ".*",
+    ):
+        super().__init__(pattern)
+        path = pathlib.Path(str(logdir)) / filename
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _repair(path)
+        self._file = path.open("ab", buffering=0)
+
+    def __call__(self, summaries: Sequence[Summary]) -> None:
+        """Appends the scalars whose name matches the pattern."""
+        rows: list[dict[str, Any]] = []
+        for step, name, value in self.selected(summaries):
+            if isinstance(value, str) or value.ndim or name == "step":
+                continue
+            if not rows or rows[-1]["step"] != step or name in rows[-1]:
+                rows.append({"step": step})
+            rows[-1][name] = _number(value)
+        if rows:
+            lines = (json.dumps(row, allow_nan=False) + "\n" for row in rows)
+            self._append("".join(lines).encode())
+
+    def close(self) -> None:
+        """Closes the file; every write has reached it already."""
+        self._file.close()
+
+    def _append(self, data: bytes) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        remaining = memoryview(data)
+        try:
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
+        except OSError:
+            # What stopped the write is the error to report, not what follows from it.
+            with contextlib.suppress(OSError):
+                os.truncate(self._file.fileno(), size)
+            raise
+
+
+def _number(value: np.ndarray) -> int | float | None:
+    number = value.item()
+    return number if math.isfinite(number) else None
+
+
+def _repair(path: pathlib.Path) -> None:
+    """Makes a last line without its end a whole line, or removes it."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        start = _last_line_start(file)
+        file.seek(start)
+        tail = file.read()
+        if not tail:
+            return
+        try:
+            whole = isinstance(json.loads(tail), dict)
+        except ValueError:
+            whole = False
+        if whole:
+            file.write(b"\n")
+        else:
+            file.truncate(start)
+
+
+def _last_line_start(file: Any) -> int:
+    """Returns the position after the last newline, reading backwards in blocks."""
+    position = file.seek(0, os.SEEK_END)
+    while position > 0:
+        start = max(0, position - 65536)
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            return int(start + newline + 1)
+        position = start
+    return 0

@@ -1,0 +1,238 @@
+"""Collects metrics and hands them to outputs; in the process that logs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, SupportsInt
+
+import numpy as np
+
+from embodied.logger.output import Summary
+
+_log = logging.getLogger(__name__)
+
+
+class Logger:
+    """Collects metrics at their step and writes them to all outputs.
+
+        with Logger(step, [JSONLOutput(logdir)], multiplier=repeat) as logger:
+          logger.add({'score': 1.0, 'length': 100}, prefix='episode')
+          logger.write()
+
+    Methods may be called from several threads: one lock guards what is collected,
+    another lets one write at a time reach the outputs, in order. An output that
+    fails does not disturb the caller or the other outputs: its error is reported
+    through `logging`, once until it works again or fails in another way.
+
+    Args:
+      step: a counter, or anything that `int()` takes; read whenever metrics are added.
+      outputs: callables that take a sequence of `Summary`, such as `Output`. Those
+        that have `flush` and `close` get these calls too.
+      multiplier: environment steps per agent step, by which `step` is multiplied.
+    """
+
+    def __init__(
+        self,
+        step: SupportsInt,
+        outputs: Iterable[Callable[[Sequence[Summary]], Any]],
+        multiplier: int = 1,
+    ):
+        self.step = step
+        self.multiplier = multiplier
+        self._outputs = [_Guarded(output) for output in outputs]
+        self._pending: list[Summary] = []
+        self._pending_lock = threading.Lock()
+        self._write_lock = threading.Lock()
+
+    def __enter__(self) -> Logger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, mapping: Mapping[str, Any], prefix: str | None = None) -> None:
+        """Adds metrics, of which each value's type and shape says what it is.
+
+        Args:
+          mapping: values by name: a string is text; a number a scalar; [N] a vector;
+            [H, W] or [H, W, C] an image; [T, H, W, C] a video.
+          prefix: put before every name, with a slash.
+        """
+        items = []
+        for key, value in mapping.items():
+            name = f"{prefix}/{key}" if prefix else key
+            items.append((name, _convert(name, value)))
+        self._collect(items)
+
+    def scalar(self, name: str, value: Any) -> None:
+        """Adds a number."""
+        self._collect([(name, _convert(name, value, "scalar"))])
+
+    def vector(self, name: str, value: Any) -> None:
+        """Adds numbers [N], which outputs show as a histogram."""
+        self._collect([(name, _convert(name, value, "vector"))])
+
+    def image(self, name: str, value: Any) -> None:
+        """Adds an image [H, W] or [H, W, C] with 1, 3 or 4 channels.
+
+        Floats lie between 0 and 1, as in videos.
+        """
+        self._collect([(name, _convert(name, value, "image"))])
+
+    def video(self, name: str, value: Any) -> None:
+        """Adds a video [T, H, W, C] with 1 or 3 channels."""
+        self._collect([(name, _convert(name, value, "video"))])
+
+    def text(self, name: str, value: str) -> None:
+        """Adds a string."""
+        self._collect([(name, _convert(name, value, "text"))])
+
+    def write(self) -> None:
+        """Hands all that was collected to every output."""
+        with self._write_lock:
+            with self._pending_lock:
+                summaries, self._pending = tuple(self._pending), []
+            if summaries:
+                for output in self._outputs:
+                    output.write(summaries)
+
+    def flush(self) -> None:
+        """Writes, and waits for outputs that write in the background."""
+        self.write()
+        with self._write_lock:
+            for output in self._outputs:
+                output.call("flush")
+
+    def close(self) -> None:
+        """Writes what was collected and closes all outputs. May be repeated."""
+        self.write()
+        with self._write_lock:
+            for output in self._outputs:
+                output.call("close")
+
+    def _collect(self, items: Iterable[tuple[str, str | np.ndarray]]) -> None:
+        with self._pending_lock:
+            step = int(self.step) * self.multiplier
+            self._pending.extend((step, name, value) for name, value in items)
+
+
+class _Guarded:
+    """An output whose errors are reported and go no further. Guarded by the caller."""
+
+    def __init__(self, output: Callable[[Sequence[Summary]], Any]):
+        if not callable(output):
+            raise TypeError(
+                "Expected outputs that can be called with summaries, got "
+                f"{output!r} ({type(output).__name__})."
+            )
+        self._output = output
+        self._name = getattr(output, "__name__", type(output).__name__)
+        self._failures = 0
+        self._reported: tuple[type, object] | None = None
+
+    def write(self, summaries: Sequence[Summary]) -> None:
+        try:
+            self._output(summaries)
+        except Exception as error:
+            self._failures += 1
+            self._report("write", error)
+        else:
+            self._recover()
+
+    def call(self, method: str) -> None:
+        function = getattr(self._output, method, None)
+        if function is None:
+            return
+        try:
+            function()
+        except Exception as error:
+            self._report(method, error)
+
+    def _report(self, method: str, error: Exception) -> None:
+        # The error number tells a full disk from, say, a missing permission.
+        kind = (type(error), getattr(error, "errno", None))
+        if kind == self._reported:
+            return
+        self._reported = kind
+        _log.warning(
+            "Logger output %s failed to %s and metrics may be missing from it: %s: %s",
+            self._name,
+            method,
+            type(error).__name__,
+            error,
+        )
+
+    def _recover(self) -> None:
+        if self._failures:
+            _log.warning(
+                "Logger output %s works again after %d failed writes.",
+                self._name,
+                self._failures,
+            )
+        self._failures = 0
+        self._reported = None
+
+
+def _convert(name: str, value: Any, kind: str | None = None) -> str | np.ndarray:
+    """Returns the value as outputs get it; `kind` is what it must be, if given."""
+    if not isinstance(name, str):
+        raise TypeError(f"Expected a string as name of a metric, got {name!r}.")
+    if isinstance(value, str):
+        if kind not in (None, "text"):
+            raise TypeError(f"Metric {name!r}: expected a {kind}, got text {value!r}.")
+        return value
+    if kind == "text":
+        raise TypeError(f"Metric {name!r}: expected a string, got {_brief(value)}.")
+    array = _numeric(name, value)
+    found = ("scalar", "vector", "image", "image", "video")[min(array.ndim, 4)]
+    if array.ndim > 4 or (kind is not None and kind != found):
+        raise ValueError(
+            f"Metric {name!r}: expected {kind or 'at most 4 dimensions'}, got "
+            f"{_brief(value)}."
+        )
+    if array.size == 0:
+        raise ValueError(f"Metric {name!r}: expected values, got {_brief(value)}.")
+    channels = {"image": (1, 3, 4), "video": (1, 3)}.get(found)
+    if channels is None:
+        return array
+    if array.ndim > 2 and array.shape[-1] not in channels:
+        raise ValueError(
+            f"Metric {name!r}: expected the {found}'s last dimension to be one of "
+            f"{channels}, got {_brief(value)}."
+        )
+    return _pixels(name, array)
+
+
+def _numeric(name: str, value: Any) -> np.ndarray:
+    try:
+        array = np.array(value)
+        if array.dtype.kind == "V":  # bfloat16 and its relatives.
+            array = array.astype(np.float32)
+    except (TypeError, ValueError):
+        array = np.array(None)
+    if array.dtype.kind == "b":
+        array = array.astype(np.int32)
+    if array.dtype.kind not in "iuf":
+        raise TypeError(
+            f"Metric {name!r}: expected numbers or a string, got {_brief(value)}."
+        )
+    return array
+
+
+def _pixels(name: str, array: np.ndarray) -> np.ndarray:
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype.kind != "f":
+        raise TypeError(
+            f"Metric {name!r}: expected pixels as uint8 or as floats between 0 and 1, "
+            f"got {array.dtype}."
+        )
+    return (255 * np.clip(np.nan_to_num(array), 0, 1)).astype(np.uint8)
+
+
+def _brief(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return f"{value!r:.80} ({type(value).__name__})"

@@ -1,0 +1,87 @@
+"""Writes TensorBoard event files without TensorFlow; in the process that logs."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+from typing import Any
+
+import numpy as np
+
+from embodied.logger.output import AsyncOutput, Summary
+from embodied.logger.video import encode_gif, encode_png
+
+
+class TensorBoardOutput(AsyncOutput):
+    """Writes scalars, histograms, images, videos (as GIF) and text, in a thread.
+
+    The event file is made at the first write. Of tensorboardX only the synchronous
+    writer is used: its queued one blocks for ever once its thread has met an error.
+
+    Args:
+      logdir: folder of the event files, created if needed.
+      fps: frames per second of videos.
+      pattern: regular expression that a metric's whole name must match.
+    """
+
+    def __init__(
+        self, logdir: str | os.PathLike[str], fps: float = 15, pattern: str = ".*"
+    ):
+        super().__init__(pattern)
+        self._logdir = pathlib.Path(str(logdir))
+        self._fps = fps
+        self._writer: Any = None
+
+    def _write(self, summaries: list[Summary]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        writer = self._open()
+        for step, name, value in summaries:
+            summary = self._summary(name, value)
+            if summary is not None:
+                event = Event(step=step, wall_time=time.time(), summary=summary)
+                writer.write_event(event)
+        writer.flush()
+
+    def _close(self) -> None:
+        if self._writer:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self) -> Any:
+        from tensorboardX.event_file_writer import EventsWriter
+
+        if self._writer is None:
+            self._logdir.mkdir(parents=True, exist_ok=True)
+            # The writer's own file names differ by the second only, and it truncates.
+            suffix = f".{os.urandom(4).hex()}"
+            self._writer = EventsWriter(str(self._logdir / "events"), suffix)
+        return self._writer
+
+    def _summary(self, name: str, value: str | np.ndarray) -> Any:
+        from tensorboardX import summary
+
+        if isinstance(value, str):
+            return summary.text(name, value)
+        if value.ndim == 0:
+            return summary.scalar(name, value.item())
+        if value.ndim == 1:
+            finite = value[np.isfinite(value)].astype(np.float64)
+            return summary.histogram(name, finite, "auto") if finite.size else None
+        if value.ndim == 4:
+            return _image(name, encode_gif(value, self._fps), value.shape[1:])
+        return _image(name, encode_png(value), value.shape)
+
+
+def _image(name: str, encoded: bytes, shape: tuple[int, ...]) -> Any:
+    from tensorboardX.proto.summary_pb2 import Summary as Proto
+
+    height, width, *channels = shape
+    image = Proto.Image(
+        height=height,
+        width=width,
+        colorspace=channels[0] if channels else 1,
+        encoded_image_string=encoded,
+    )
+    return Proto(value=[Proto.Value(tag=name, image=image)])

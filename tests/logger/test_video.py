@@ -1,0 +1,96 @@
+"""What is encoded decodes to the same pictures."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import PIL.Image
+import PIL.ImageSequence
+import pytest
+
+from embodied.logger.video import encode_gif, encode_png
+
+
+def decode(data, mode="RGB"):
+    with PIL.Image.open(io.BytesIO(data)) as image:
+        frames = PIL.ImageSequence.Iterator(image)
+        return np.stack([np.asarray(frame.convert(mode)) for frame in frames])
+
+
+def few_colours(shape, seed=0):
+    """Random pixels of a palette that GIF can hold exactly."""
+    return np.random.default_rng(seed).choice(np.uint8([0, 85, 170, 255]), shape)
+
+
+def test_a_colour_video_survives():
+    video = few_colours((5, 12, 16, 3))
+    np.testing.assert_array_equal(decode(encode_gif(video, 15)), video)
+
+
+def test_a_gray_video_survives():
+    video = np.random.default_rng(0).integers(0, 256, (5, 12, 16, 1)).astype(np.uint8)
+    decoded = decode(encode_gif(video, 15), "L")
+    np.testing.assert_array_equal(decoded, video[..., 0])
+
+
+def test_a_video_of_one_frame_survives():
+    video = few_colours((1, 8, 8, 3))
+    np.testing.assert_array_equal(decode(encode_gif(video, 15)), video)
+
+
+def test_many_colours_come_out_close():
+    ramp = np.linspace(0, 255, 64).astype(np.uint8)
+    frame = np.stack([*np.meshgrid(ramp, ramp), np.full((64, 64), 128)], -1)
+    decoded = decode(encode_gif(frame[None].astype(np.uint8), 15))
+    assert np.abs(decoded[0].astype(int) - frame).mean() < 12
+
+
+@pytest.mark.parametrize(("fps", "milliseconds"), [(10, 100), (15, 60), (1000, 20)])
+def test_frames_last_as_long_as_the_rate_says(fps, milliseconds):
+    data = encode_gif(few_colours((3, 8, 8, 3)), fps)
+    with PIL.Image.open(io.BytesIO(data)) as image:
+        assert image.n_frames == 3
+        assert image.info["duration"] == milliseconds
+        assert image.info["loop"] == 0
+
+
+def test_equal_frames_keep_their_time():
+    data = encode_gif(np.zeros((4, 8, 8, 3), np.uint8), 10)
+    with PIL.Image.open(io.BytesIO(data)) as image:
+        frames = PIL.ImageSequence.Iterator(image)
+        assert sum(frame.info["duration"] for frame in frames) == 400
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (6, 8, 1), (6, 8, 3), (6, 8, 4)])
+def test_an_image_survives(shape):
+    image = few_colours(shape)
+    with PIL.Image.open(io.BytesIO(encode_png(image))) as decoded:
+        np.testing.assert_array_equal(np.asarray(decoded), image.squeeze())
+
+
+@pytest.mark.parametrize(
+    "video",
+    [
+        np.zeros((2, 8, 8, 3), np.float32),
+        np.zeros((2, 8, 8, 4), np.uint8),
+        np.zeros((8, 8, 3), np.uint8),
+        np.zeros((0, 8, 8, 3), np.uint8),
+    ],
+)
+def test_what_is_not_a_video_is_refused(video):
+    with pytest.raises(ValueError, match=r"Expected a video \[T, H, W, C\]"):
+        encode_gif(video, 15)
+
+
+def test_a_rate_of_zero_is_refused():
+    with pytest.raises(ValueError, match="positive fps, got 0"):
+        encode_gif(few_colours((2, 8, 8, 3)), 0)
+
+
+@pytest.mark.parametrize(
+    "image", [np.zeros((8, 8)), np.zeros((8, 8, 2), np.uint8), np.zeros(8, np.uint8)]
+)
+def test_what_is_not_an_image_is_refused(image):
+    with pytest.raises(ValueError, match="Expected an image"):
+        encode_png(image)
