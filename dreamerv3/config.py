@@ -1,0 +1,189 @@
+"""The configuration: blocks and flags, checked, and its file in the logdir.
+
+Any process:
+
+    config = load_config(['--configs', 'debug', '--run.envs', '8'])
+    prepare_logdir(config)
+    args = make_args(config)
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import elements
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from dreamerv3 import checks, flags
+
+CONFIGS = pathlib.Path(__file__).with_name("configs.yaml")
+FILENAME = "config.yaml"
+
+# What the roles get beside the `run` block.
+ARGS = (
+    "replica",
+    "replicas",
+    "logdir",
+    "batch_size",
+    "batch_length",
+    "report_length",
+    "consec_train",
+    "consec_report",
+    "replay_context",
+)
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message says what to change.
+
+    Attributes:
+      problems: one sentence or more for each thing that is wrong.
+    """
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def load_config(
+    argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+) -> elements.Config:
+    """Builds the configuration from command line arguments.
+
+    Args:
+      argv: `--configs NAME ...` and `--KEY VALUE ...`; by default those of the process.
+      environ: environment variables; by default those of the process. In them
+        JOB_COMPLETION_INDEX sets `replica`.
+
+    Returns:
+      All keys, checked, with `logdir` filled in.
+
+    Raises:
+      ConfigError: all that is wrong with it, at once.
+    """
+    values = merge(sys.argv[1:] if argv is None else argv)
+    index = (os.environ if environ is None else environ).get("JOB_COMPLETION_INDEX")
+    if index:
+        values.set("replica", [index])
+    flat = values.flat
+    # Combinations of values that are wrong by themselves would only repeat that.
+    problems = values.problems or checks.combination_problems(flat)
+    if problems:
+        raise ConfigError(*problems)
+    logdir = flat["logdir"].replace("{timestamp}", elements.timestamp())
+    flat["logdir"] = os.path.expanduser(logdir)
+    return elements.Config(flat)
+
+
+def merge(argv: Sequence[str]) -> flags.Values:
+    """Applies blocks and then flags to the defaults, without checking combinations."""
+    blocks = read_blocks()
+    values = flags.Values(flags.flatten(blocks.pop("defaults")))
+    arguments, strays = flags.split_arguments(argv)
+    values.problems += strays
+    for name in [
+        name for flag, names in arguments if flag == "configs" for name in names
+    ]:
+        if name not in blocks:
+            near = checks.nearest(name, blocks)
+            hint = f" Did you mean {near}?" if near else ""
+            values.problems.append(
+                f"--configs {name}: expected one or more of {', '.join(blocks)}.{hint}"
+            )
+            continue
+        for key, value in flags.flatten(blocks[name]).items():
+            values.set(key, value if isinstance(value, tuple) else [value])
+    for name, given in arguments:
+        if name != "configs":
+            values.set(name, given)
+        elif not given:
+            values.problems.append(
+                f"--configs: expected one or more of {', '.join(blocks)}, got no value."
+            )
+    return values
+
+
+def read_blocks() -> dict[str, Any]:
+    """Reads `configs.yaml`: the `defaults` and the named blocks."""
+    return YAML(typ="safe").load(CONFIGS.read_text(encoding="utf-8"))
+
+
+def make_args(config: elements.Config) -> elements.Config:
+    """Returns what the loops and roles get: the `run` block and some keys beside it."""
+    return elements.Config({**config.run, **{key: config[key] for key in ARGS}})
+
+
+def prepare_logdir(config: elements.Config) -> pathlib.Path:
+    """Creates the logdir and writes `config.yaml` into it.
+
+    Only the first replica of a program that owns the run writes; hosts that merely
+    step environments leave the file of the run as it is.
+
+    Returns:
+      The logdir.
+
+    Raises:
+      ConfigError: it belongs to another task, is damaged, or cannot be written.
+    """
+    # Here, because help and errors should not wait for the libraries behind it.
+    from embodied.checkpoint import CheckpointError, write_file
+
+    logdir = pathlib.Path(config.logdir)
+    try:
+        logdir.mkdir(parents=True, exist_ok=True)
+        if (logdir / FILENAME).exists():
+            task = read_config(logdir / FILENAME).task
+            if task != config.task:
+                raise ConfigError(
+                    f"logdir: {logdir} belongs to a run of task {task!r}, not "
+                    f"{config.task!r}. Choose another --logdir."
+                )
+        if config.replica == 0 and config.script not in checks.ENV_SCRIPTS:
+            write_file(logdir, FILENAME, _to_yaml(config))
+    except (OSError, CheckpointError) as error:
+        raise ConfigError(
+            f"logdir: expected a folder that can be written, got {logdir} ({error}). "
+            f"Choose another --logdir."
+        ) from error
+    return logdir
+
+
+def read_config(filename: str | os.PathLike[str]) -> elements.Config:
+    """Reads a `config.yaml` that `prepare_logdir` wrote.
+
+    Raises:
+      ConfigError: the file is damaged.
+      OSError: the file cannot be read.
+    """
+    try:
+        content = YAML(typ="safe").load(pathlib.Path(filename).read_text("utf-8"))
+        if not isinstance(content, dict) or not isinstance(content.get("task"), str):
+            raise ValueError("it has no task")
+        return elements.Config(content)
+    except (
+        YAMLError,
+        UnicodeDecodeError,
+        ValueError,
+        TypeError,
+        AssertionError,
+    ) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"logdir: {filename} is not a configuration of this program ({reason}). "
+            f"Restore or delete it, or choose another --logdir."
+        ) from error
+
+
+def _to_yaml(config: elements.Config) -> bytes:
+    yaml: Any = YAML(typ="safe")
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    content = io.BytesIO()
+    yaml.dump(dict(config), content)
+    return content.getvalue()
