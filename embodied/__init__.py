@@ -2,7 +2,7 @@
 
 from embodied import clock, envs, streams, wrappers
 from embodied.base import Agent, Env, Stream
-from embodied.clock import LocalClock
+from embodied.clock import GlobalClock, LocalClock
 from embodied.driver import Driver
 from embodied.random_agent import RandomAgent
 from embodied.space import Space
@@ -12,6 +12,7 @@ __all__ = [
     "Agent",
     "Driver",
     "Env",
+    "GlobalClock",
     "LocalClock",
     "RandomAgent",
     "Space",

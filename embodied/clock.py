@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 
 class LocalClock:
@@ -50,3 +51,115 @@ class LocalClock:
             return False
         self._start = now
         return True
+
+
+class GlobalClock:
+    """A clock whose every call gives all replicas of a run the same answer.
+
+        with ClockServer('host:1234', replicas=2):     # In one replica.
+          ...
+        client = rpc.Client('host:1234')               # In every replica.
+        should_save = GlobalClock(900, client=client, name='save')
+
+    Replicas must call it equally often. The answer to the next call is asked for
+    ahead of time, so that a call does not wait for the network; it is then as old as
+    the time between two calls. A clock belongs to the thread that calls it.
+
+    Args:
+      every: as in LocalClock.
+      first: as in LocalClock.
+      client: connection to the ClockServer; without one, there is one replica and
+        this is a LocalClock.
+      name: tells the clocks of one replica apart.
+      timeout: seconds after which a server that does not answer is an error.
+    """
+
+    def __init__(
+        self,
+        every: float,
+        first: bool = False,
+        client: Any = None,
+        name: str = "clock",
+        timeout: float = 600.0,
+    ):
+        self._local = LocalClock(every, first)
+        self._arguments = (name, float(every), bool(first))
+        # Clocks without an interval need nobody to agree with.
+        self._client: Any = client if every > 0 else None
+        self._timeout = timeout
+        self._calls = 0
+        self._next: Any = None
+
+    def __call__(self) -> bool:
+        """Returns whether the interval has passed, the same in all replicas."""
+        if self._client is None:
+            return self._local()
+        decision = self._next or self._ask()
+        answer = decision.result(self._timeout)
+        self._next = self._ask()
+        return answer
+
+    def _ask(self) -> Any:
+        self._calls += 1
+        return self._client.decide(self._calls - 1, *self._arguments)
+
+
+class ClockServer:
+    """Answers the GlobalClocks of all replicas; runs in one of them.
+
+    The first replica to ask for a call decides by the time it asks; the decision is
+    kept until all have asked. A context manager.
+
+    Args:
+      addr: where to listen, as for rpc.Server.
+      replicas: how many ask.
+      time: returns seconds that never go backwards.
+      **kwargs: passed to rpc.Server, such as `keys`.
+    """
+
+    MAX_BEHIND = 100_000  # Calls that one replica may be ahead of another.
+
+    def __init__(
+        self,
+        addr: str | int,
+        replicas: int,
+        time: Callable[[], float] = time.monotonic,
+        **kwargs: Any,
+    ):
+        # Not at the top: a process without replicas does not load the transport.
+        from embodied.rpc import Server
+
+        if replicas < 1:
+            raise ValueError(f"ClockServer expected replicas >= 1, got {replicas}.")
+        self._replicas = replicas
+        self._time = time
+        self._clocks: dict[str, LocalClock] = {}
+        self._decisions: dict[tuple[str, int], tuple[bool, int]] = {}
+        self._server = Server(addr, "ClockServer", **kwargs)
+        # One worker, which alone uses the tables.
+        self._server.bind("decide", self._decide)
+
+    def __enter__(self) -> ClockServer:
+        self._server.start(block=False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.close()
+
+    def _decide(self, call: int, name: str, every: float, first: bool) -> bool:
+        answer, asked = self._decisions.get((name, call), (None, 0))
+        if answer is None:
+            if name not in self._clocks:
+                self._clocks[name] = LocalClock(every, first, self._time)
+            if len(self._decisions) >= self.MAX_BEHIND:
+                raise RuntimeError(
+                    f"A replica is {self.MAX_BEHIND} calls behind the others of "
+                    f"{self._replicas}: it has stopped, or calls clock '{name}' less "
+                    "often than they do."
+                )
+            answer = self._clocks[name]()
+        if asked + 1 < self._replicas:
+            self._decisions[name, call] = (answer, asked + 1)
+        else:
+            self._decisions.pop((name, call), None)
+        return answer

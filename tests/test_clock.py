@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from embodied.clock import LocalClock
+from embodied.clock import ClockServer, GlobalClock, LocalClock
+from embodied.rpc import Client, RemoteError, free_port
 
 # Other work on the machine must not decide whether a test passes.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -93,3 +95,46 @@ def test_uses_real_seconds_by_default():
 def test_refuses_what_is_no_number():
     with pytest.raises(ValueError, match="got nan"):
         LocalClock(float("nan"))
+
+
+def test_a_global_clock_without_replicas_is_a_local_one():
+    assert [GlobalClock(-1)() for _ in range(2)] == [True, True]
+    assert [GlobalClock(0)() for _ in range(2)] == [False, False]
+    clock = GlobalClock(1e9, first=True)
+    assert [clock(), clock()] == [True, False]
+
+
+def test_all_replicas_get_the_same_decision_at_the_same_call():
+    port, now = free_port(), [0.0]
+    with ClockServer(port, replicas=3, time=lambda: now[0]):
+        clients = [Client(port) for _ in range(3)]
+        clocks = [
+            [GlobalClock(10, client=client, name=name) for name in ("log", "save")]
+            for client in clients
+        ]
+        decisions: list[list[bool]] = [[], [], []]
+        rng = np.random.default_rng(0)
+        for _ in range(30):
+            # Replicas ask in any order, and time goes on between them.
+            for replica in rng.permutation(3):
+                now[0] += 1.5
+                decisions[replica] += [clock() for clock in clocks[replica]]
+        for client in clients:
+            client.close()
+    assert decisions[0] == decisions[1] == decisions[2]
+    assert 3 < sum(decisions[0]) < 30
+
+
+def test_replicas_ask_the_server_only_for_clocks_with_an_interval():
+    clock = GlobalClock(-1, client=object())
+    assert clock() and clock()
+
+
+def test_replicas_that_are_far_out_of_step_are_told_so(monkeypatch):
+    monkeypatch.setattr(ClockServer, "MAX_BEHIND", 5)
+    port = free_port()
+    with ClockServer(port, replicas=2), Client(port) as client:
+        clock = GlobalClock(10, client=client)
+        with pytest.raises(RemoteError, match="behind"):
+            for _ in range(10):
+                clock()

@@ -1,0 +1,95 @@
+"""The answer of a call that may still be on its way. The client's process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+PENDING, DONE, FAILED = range(3)
+
+
+class Future:
+    """The result of a call, or its error.
+
+    `result` gives the same answer however often and from however many threads it is
+    asked. The client's receiving thread completes it, once.
+    """
+
+    __slots__ = ("_callbacks", "_event", "_lock", "_state", "_value", "_wait", "call")
+
+    def __init__(self, call: str, wait: Callable[[Future, float | None], None]):
+        self.call = call  # Whom it waits for, for messages.
+        self._wait = wait  # Lets the client receive in the waiting thread.
+        self._state = PENDING
+        self._value: Any = None
+        self._lock = threading.Lock()  # Guards the change of state and the two below.
+        self._event: threading.Event | None = None
+        self._callbacks: list[Callable[[Future], None]] = []
+
+    def done(self) -> bool:
+        """Whether there is a result or an error."""
+        return self._state != PENDING
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until it is done; False if it is not in time."""
+        if self._state == PENDING:
+            self._wait(self, timeout)
+        return self._state != PENDING
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Returns the result, or raises the call's error.
+
+        Raises:
+          TimeoutError: it was not done in time; asking again later is fine.
+        """
+        if self._state == PENDING and not self.wait(timeout):
+            raise TimeoutError(f"No answer to {self.call} within {timeout} s.")
+        if self._state == FAILED:
+            raise self._value
+        return self._value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Returns the call's error, or None if it has a result."""
+        if not self.wait(timeout):
+            raise TimeoutError(f"No answer to {self.call} within {timeout} s.")
+        return self._value if self._state == FAILED else None
+
+    def add_callback(self, callback: Callable[[Future], None]) -> None:
+        """Calls back when done, from the thread that receives; at once if done."""
+        with self._lock:
+            if self._state == PENDING:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def set_result(self, value: Any) -> None:
+        """Completes the future. For the client."""
+        self._complete(DONE, value)
+
+    def set_error(self, error: BaseException) -> None:
+        """Completes the future with an error. For the client."""
+        self._complete(FAILED, error)
+
+    def block(self, deadline: float | None) -> None:
+        """Waits for another thread to complete it. For the client."""
+        with self._lock:
+            if self._state != PENDING:
+                return
+            if self._event is None:
+                self._event = threading.Event()
+        self._event.wait(None if deadline is None else deadline - time.monotonic())
+
+    def _complete(self, state: int, value: Any) -> None:
+        with self._lock:
+            if self._state != PENDING:
+                return
+            self._value = value
+            self._state = state
+            callbacks, self._callbacks = self._callbacks, []
+            event = self._event
+        if event is not None:
+            event.set()
+        for callback in callbacks:
+            callback(self)

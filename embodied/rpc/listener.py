@@ -1,0 +1,109 @@
+"""Which of a client's threads listens to its socket. The client's process.
+
+A thread that waits for a result takes the turn and polls the socket itself; the
+background thread then stays asleep. On Linux the switch is one change of an epoll
+set, which wakes nobody. Elsewhere both wake up, and one finds nothing.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from typing import Any
+
+from embodied.rpc.sockets import Wakeup, poll_milliseconds, readable
+
+
+class Listener:
+    """Hands the turn to listen to one thread at a time.
+
+    Args:
+      socket: descriptor of the socket.
+      swallowed: set when a sender took the socket's signal of an arrival.
+      monitor: descriptor of connection events, always the background thread's.
+    """
+
+    def __init__(self, socket: int, swallowed: Wakeup, monitor: int):
+        self._swallowed = swallowed
+        self._turn = threading.Lock()
+        self._interrupt = Wakeup()
+        self._control = Wakeup()
+        own = (monitor, self._control.fileno())
+        if hasattr(select, "epoll"):
+            self._arrivals: Any = select.epoll()
+            self._arrivals.register(socket, select.EPOLLIN)
+            self._arrivals.register(swallowed.fileno(), select.EPOLLIN)
+            self._foreground = readable(
+                self._arrivals.fileno(), self._interrupt.fileno()
+            )
+            self._background: Any = select.epoll()
+            for descriptor in (*own, self._arrivals.fileno()):
+                self._background.register(descriptor, select.EPOLLIN)
+        else:
+            self._arrivals = None
+            both = (socket, swallowed.fileno())
+            self._foreground = readable(*both, self._interrupt.fileno())
+            self._background = readable(*both, *own)
+
+    def take(self) -> bool:
+        """Takes the turn if it is free."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        if self._arrivals:
+            self._background.modify(self._arrivals.fileno(), 0)
+        return True
+
+    def release(self) -> None:
+        """Gives the turn back; the background thread listens again."""
+        if self._arrivals:
+            self._background.modify(self._arrivals.fileno(), select.EPOLLIN)
+        self._turn.release()
+
+    @property
+    def taken(self) -> bool:
+        """Whether a thread has the turn."""
+        return self._turn.locked()
+
+    def wait(self, deadline: float | None) -> bool:
+        """Waits for something to receive; False when the deadline has passed.
+
+        For the thread that has the turn.
+        """
+        timeout = None
+        if deadline is not None:
+            timeout = deadline - time.monotonic()
+            if timeout <= 0:
+                return False
+        for descriptor, _ in self._foreground.poll(poll_milliseconds(timeout)):
+            if descriptor == self._interrupt.fileno():
+                self._interrupt.clear()
+        return True
+
+    def interrupt(self) -> None:
+        """Makes the thread that has the turn look at its future again."""
+        self._interrupt.set()
+
+    def wake(self) -> None:
+        """Makes the background thread look around."""
+        self._control.set()
+
+    def background(self, timeout: float) -> None:
+        """Waits for what is the background thread's."""
+        if self._arrivals:
+            ready = self._background.poll(timeout)
+        else:
+            ready = self._background.poll(poll_milliseconds(timeout))
+        for descriptor, _ in ready:
+            if descriptor == self._control.fileno():
+                self._control.clear()
+
+    def close(self) -> None:
+        """Frees the descriptors. No thread may wait any more."""
+        with self._turn:
+            if self._arrivals:
+                self._arrivals.close()
+                self._background.close()
+            self._interrupt.close()
+            self._control.close()
+            self._swallowed.close()

@@ -1,0 +1,215 @@
+"""Shared memory between two processes of one host, for requests and replies.
+
+A client owns blocks of anonymous memory (memfd). It writes a request's arrays into
+one and offers another for the reply; the server maps the blocks through /proc and
+never allocates any. A block has no name, so the kernel frees it when the last of the
+two processes unmaps it or dies. Its size is sealed, so that neither side can make
+the other read past its end; what is in it is only array bytes, never structure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from embodied.rpc import wire
+
+AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+THRESHOLD = 4096  # Bytes of arrays from which memory is faster than the frame.
+NAME = "embodied-bulk"
+_RELEASE_FROM = 1 << 16
+_SEALS = 0
+if AVAILABLE:
+    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def host_facts() -> dict[str, Any]:
+    """What a server needs to know to tell whether it can map this process's memory."""
+    if not AVAILABLE:
+        return {}
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return {
+            "boot": boot,
+            "pids": os.readlink("/proc/self/ns/pid"),
+            "pid": os.getpid(),
+        }
+    except OSError:
+        return {}
+
+
+class Block:
+    """One piece of memory that this process owns."""
+
+    __slots__ = ("fileno", "lease", "number", "pages", "size", "view")
+
+    def __init__(self, number: int, size: int):
+        self.number = number
+        self.size = size
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self.fileno = os.memfd_create(NAME, flags)
+        try:
+            # Reserving the pages here turns a full memory into an error, where it
+            # would later be a fatal signal.
+            os.posix_fallocate(self.fileno, 0, size)
+            fcntl.fcntl(self.fileno, fcntl.F_ADD_SEALS, _SEALS)
+            self.pages = mmap.mmap(self.fileno, size)
+        except OSError:
+            os.close(self.fileno)
+            raise
+        self.view = memoryview(self.pages)
+        self.lease: Any = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "pages"):
+            os.close(self.fileno)
+
+    def where(self) -> list[int]:
+        """Number, descriptor and size: what the other side needs to map it."""
+        return [self.number, self.fileno, self.size]
+
+
+class Arena:
+    """The blocks of one client: hands out free ones, makes new ones, up to a limit.
+
+    Any thread may allocate and free. A block is used by one call at a time; sizes
+    are powers of two, so that a few serve calls of different sizes.
+    """
+
+    def __init__(self, limit: int = 4 << 30):
+        self._limit = limit
+        self._total = 0
+        self._count = 0
+        self._free: dict[int, deque[Block]] = {}
+        self._lock = threading.Lock()
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """Returns a block of at least that size, or None where memory is short."""
+        size = max(mmap.PAGESIZE, 1 << (nbytes - 1).bit_length())
+        free = self._free.get(size)
+        if free:
+            try:
+                return free.popleft()
+            except IndexError:
+                pass  # Another thread took it.
+        with self._lock:
+            if self._total + size > self._limit:
+                return None
+            try:
+                block = Block(self._count, size)
+            except OSError:
+                return None
+            self._count += 1
+            self._total += size
+            self._free.setdefault(size, deque())
+        return block
+
+    def free(self, block: Block) -> None:
+        """Gives a block back. The other side must be done with it."""
+        self._free[block.size].append(block)
+
+    def lease(self, block: Block, spec: wire.Spec) -> list[np.ndarray]:
+        """Returns a payload's arrays in a block that is freed when they are gone."""
+        # NumPy arrays keep the ctypes object alive through all views and slices, so
+        # its end is the moment at which nobody can read the block any more.
+        owner = (ctypes.c_ubyte * block.size).from_buffer(block.pages)
+        block.lease = weakref.ref(owner, lambda _: self.free(block))
+        return wire.payload_arrays(spec, owner)
+
+
+def write(
+    target: memoryview,
+    spec: wire.Spec,
+    arrays: list[np.ndarray],
+    in_place: list[np.ndarray] | None = None,
+) -> None:
+    """Copies arrays into memory, except those that were made `in_place`."""
+    for index, (array, leaf) in enumerate(zip(arrays, spec.leaves)):
+        if in_place and array is in_place[index]:
+            continue
+        end = leaf.offset + leaf.nbytes
+        if leaf.nbytes < _RELEASE_FROM:
+            target[leaf.offset : end] = wire.as_bytes(array)
+        else:
+            # NumPy lets other threads run while it copies.
+            place = np.frombuffer(target[leaf.offset : end], leaf.dtype)
+            np.copyto(place.reshape(leaf.shape), array)
+
+
+class PeerMemory:
+    """Another process's blocks, mapped by a server for one client.
+
+    Owned by the server's loop thread; worker threads read and write the mappings
+    that it hands out.
+    """
+
+    def __init__(self, facts: Any, limit: int = 8 << 30, max_blocks: int = 4096):
+        self._blocks: dict[int, tuple[tuple, mmap.mmap]] = {}
+        self._total = 0
+        self._limit = limit
+        self._max_blocks = max_blocks
+        own = host_facts()
+        same_host = (
+            isinstance(facts, dict)
+            and bool(own)
+            and facts.get("boot") == own["boot"]
+            and facts.get("pids") == own["pids"]
+            and type(facts.get("pid")) is int
+            and os.access(f"/proc/{facts['pid']}/fd", os.R_OK)
+        )
+        self.pid: int | None = facts["pid"] if same_host else None
+
+    def map(self, where: Any) -> mmap.mmap:
+        """Maps a block, or returns the mapping made before.
+
+        Raises:
+          wire.WireError: it is not a sealed block of the client.
+        """
+        match where:
+            case [int() as number, int() as fileno, int() as size]:
+                pass
+            case _:
+                raise wire.WireError("shared memory is not number, descriptor, size")
+        known = self._blocks.get(number)
+        if known and known[0] == (fileno, size):
+            return known[1]
+        if self.pid is None:
+            raise wire.WireError("this client shares no memory with the server")
+        if known or self._total + size > self._limit:
+            raise wire.WireError("the client's shared memory is over the limit")
+        if len(self._blocks) >= self._max_blocks or size <= 0:
+            raise wire.WireError("the client has too many blocks of shared memory")
+        pages = self._open(fileno, size)
+        self._blocks[number] = ((fileno, size), pages)
+        self._total += size
+        return pages
+
+    def _open(self, fileno: int, size: int) -> mmap.mmap:
+        path = f"/proc/{self.pid}/fd/{fileno}"
+        try:
+            # The name is looked at first: opening a pipe or a device would block or
+            # have effects.
+            if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+                raise wire.WireError("a descriptor is not a block of shared memory")
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise wire.WireError(f"cannot map shared memory: {error}") from None
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            if seals & _SEALS != _SEALS or os.fstat(descriptor).st_size != size:
+                raise wire.WireError("a block of shared memory is not sealed")
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            return mmap.mmap(descriptor, size, flags=flags)
+        except OSError as error:
+            raise wire.WireError(f"cannot map shared memory: {error}") from None
+        finally:
+            os.close(descriptor)

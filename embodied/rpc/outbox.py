@@ -1,0 +1,101 @@
+"""Answers on their way from a server to its clients. Any of the server's threads."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import numpy as np
+
+from embodied.rpc import memory, wire
+from embodied.rpc.session import Session
+from embodied.rpc.sockets import LockedSocket
+from embodied.rpc.statistics import Statistics
+
+
+class Outbox:
+    """Encodes answers, keeps them for calls that come twice, and sends them."""
+
+    def __init__(self, server: str, codec: wire.Codec, statistics: Statistics):
+        self._server = server
+        self._codec = codec
+        self._statistics = statistics
+        self.socket: LockedSocket | None = None  # Set when the server starts.
+
+    def reply(
+        self,
+        seq: int,
+        spec: wire.Spec,
+        values: list,
+        arrays: list[np.ndarray],
+        reply_memory: Any,
+        made: list[np.ndarray] | None = None,
+    ) -> bytes:
+        """Encodes a result, its arrays in the client's memory where they fit.
+
+        Args:
+          seq: the call's number.
+          spec: of the result.
+          values: its plain values.
+          arrays: its arrays.
+          reply_memory: what the client offered, or None.
+          made: arrays that are in that memory already.
+        """
+        in_memory = reply_memory is not None and memory.THRESHOLD <= spec.nbytes <= len(
+            reply_memory
+        )
+        if in_memory:
+            same = made if made and len(made) == len(arrays) else None
+            memory.write(memoryview(reply_memory), spec, arrays, same)
+        elif spec.nbytes > self._codec.max_bytes:
+            raise wire.WireError(
+                f"a reply of {spec.nbytes} bytes is more than the limit of "
+                f"{self._codec.max_bytes}"
+            )
+        return self._codec.encode(
+            wire.REPLY, seq, spec, values, arrays, in_memory=in_memory
+        )
+
+    def exception(self, seq: int, method: str, error: Exception) -> bytes:
+        """Encodes what a function raised."""
+        self._statistics.counts["errors"] += 1
+        text = "".join(traceback.format_exception(error))
+        message = f"'{method}' of server {self._server} failed: {error}"
+        return self.error(seq, "exception", message, type(error).__name__, text)
+
+    def error(
+        self, seq: int, kind: str, message: str, type_name: str = "", text: str = ""
+    ) -> bytes:
+        """Encodes an error."""
+        error = {
+            "kind": kind,
+            "message": message[:10_000],
+            "type": type_name,
+            "traceback": text[-20_000:],
+        }
+        structure, arrays, values = wire.flatten(error)
+        spec = self._codec.spec("", structure)
+        return self._codec.encode(wire.ERROR, seq, spec, values, arrays)
+
+    def finish(self, session: Session, seq: int, frame: bytes) -> None:
+        """Answers a call, for good."""
+        session.finish(seq, frame)
+        self.send(session, frame)
+        self._statistics.counts["replies"] += 1
+
+    def send(self, session: Session, frame: bytes) -> None:
+        """Sends an answer.
+
+        A client that is not there gets it when it comes back and asks again.
+        """
+        assert self.socket is not None
+        if self.socket.send(frame, session.client):
+            self._statistics.counts["sent_bytes"] += len(frame)
+
+    def control(self, client: bytes, kind: int, data: Any = None) -> None:
+        """Sends a message that answers no call."""
+        assert self.socket is not None
+        structure, arrays, values = wire.flatten(data)
+        spec = self._codec.spec("", structure)
+        frame = self._codec.encode(kind, wire.NO_CALL, spec, values, arrays)
+        self.socket.send(frame, client)
