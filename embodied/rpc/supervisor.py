@@ -1,0 +1,584 @@
+"""Owns the workers of a run: restarts, hangs, orderly stop. In the launching process.
+
+`Progress` is the exception: workers report through it, in whichever process they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import queue
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from embodied.rpc import child
+from embodied.rpc import process as processes
+from embodied.rpc.process import Process
+from embodied.rpc.thread import Worker, WorkerError, error_from
+
+# Doubles in a progress page. One thread writes, anybody reads: aligned eight bytes are
+# written at once.
+_SEEN, _STEPPED = 0, 1
+_PAGE_BYTES = 16
+
+
+class Progress:
+    """How a worker tells its supervisor that it gets on, also across processes.
+
+        progress = Progress()
+        worker = Process(parallel_env, make_env, progress, fds=[progress.fd])
+
+        while True:                   # In the worker.
+          with progress.waiting():    # For somebody else, so this is not a hang.
+            action = future.result()
+          obs = env.step(action)
+          progress.step()
+
+    Reports are plain writes of the system-wide monotonic clock into shared memory,
+    without system calls. The worker's main loop makes them, never a thread that only
+    pretends. `step` may be called by several threads, `waiting` by one.
+
+    Attributes:
+      fd: descriptor of the shared memory; a `Process` must be given it.
+    """
+
+    def __init__(self) -> None:
+        self._open(_create_page())
+        weakref.finalize(self, os.close, self.fd)
+
+    @property
+    def seen(self) -> float:
+        """Time of the last report; 0 if the worker made none, inf while it waits."""
+        return self._times[_SEEN]
+
+    @property
+    def stepped(self) -> float:
+        """Time of the last step, of this worker or those before it; 0 if none."""
+        return self._times[_STEPPED]
+
+    def step(self) -> None:
+        """Says that something was done."""
+        now = time.monotonic()
+        self._times[_SEEN] = now
+        self._times[_STEPPED] = now
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Says for the block's duration that the worker waits for somebody else."""
+        self._times[_SEEN] = math.inf
+        try:
+            yield
+        finally:
+            self._times[_SEEN] = time.monotonic()
+
+    def reset(self) -> None:
+        """Forgets the reports of a worker that is over; the last step stays known."""
+        self._times[_SEEN] = 0.0
+
+    def _open(self, fd: int) -> None:
+        self.fd = fd
+        self._times = memoryview(mmap.mmap(fd, _PAGE_BYTES)).cast("d")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (self.fd,)
+
+
+def _create_page() -> int:
+    with contextlib.ExitStack() as undo:
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("progress")
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        undo.callback(os.close, fd)
+        os.ftruncate(fd, _PAGE_BYTES)
+        undo.pop_all()
+    return fd
+
+
+def _attach(fd: int) -> Progress:
+    """Returns the progress of another process, whose descriptor this one has."""
+    try:
+        size = os.fstat(fd).st_size
+    except OSError:
+        size = -1
+    if size != _PAGE_BYTES:
+        raise ValueError(
+            f"Progress expected its shared memory at descriptor {fd}, where it is not. "
+            "Hand it over: Process(..., progress, fds=[progress.fd])."
+        )
+    progress = Progress.__new__(Progress)
+    progress._open(fd)  # Stays open: this process may hand it on.
+    return progress
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When a worker is restarted. All times are in seconds.
+
+    Attributes:
+      restarts: failures within `window` that are answered by a restart; one more
+        ends the run.
+      window: how long a failure counts.
+      backoff: delay of the first restart; doubles with each that follows.
+      backoff_limit: what the delay grows to.
+      steady: a worker that ran this long starts again with the first delay.
+      hang: without a report for this long, the worker is killed and restarted; 0
+        for never.
+      startup: what a worker gets on top of `hang` for its first report.
+      restart_on_success: whether a worker that ends well is restarted as well.
+    """
+
+    restarts: int
+    window: float = 600.0
+    backoff: float = 0.5
+    backoff_limit: float = 30.0
+    steady: float = 60.0
+    hang: float = 0.0
+    startup: float = 60.0
+    restart_on_success: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value >= 0:
+                raise ValueError(f"Policy expected {name} of at least 0, got {value}.")
+
+    def delay(self, count: int) -> float:
+        """Seconds before the restart that is number `count` in a row."""
+        doublings = min(count - 1, 1000)  # More overflow a float.
+        return min(self.backoff * 2.0**doublings, self.backoff_limit)
+
+
+class RunFailed(WorkerError):
+    """A worker failed for good, and with it the run.
+
+    Attributes, besides those of `WorkerError`:
+      role: the worker's role.
+    """
+
+    def __init__(self, name: str, reason: str, traceback: str = "", role: str = ""):
+        super().__init__(name, reason, traceback)
+        self.args = (name, reason, traceback, role)
+        self.role = role
+
+
+class RunStalled(RuntimeError):
+    """No worker has progressed for so long that the run was ended."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What there is to show of a worker.
+
+    Attributes:
+      name: of the worker.
+      role: what it does, shared by all workers that do the same.
+      state: 'starting' (nothing reported yet), 'running', 'backing off' or 'ended'.
+      waiting: whether it says that it waits for somebody else.
+      pid: number of its process; None where there is none.
+      restarts: how often it was restarted.
+      error: its last failure.
+      idle: seconds since its last step; None if it has made none.
+    """
+
+    name: str
+    role: str
+    state: str
+    waiting: bool
+    pid: int | None
+    restarts: int
+    error: WorkerError | None
+    idle: float | None
+
+
+@dataclass(eq=False)
+class _Slot:
+    """The place of a worker and of those that come after it."""
+
+    name: str
+    role: str
+    make_worker: Callable[[], Worker]
+    policy: Policy
+    progress: Progress | None
+    worker: Worker | None = None
+    started: float = 0.0
+    starts: int = 0
+    restart_at: float = math.inf
+    ended: bool = False
+    error: WorkerError | None = None
+    verdict: WorkerError | None = None  # Why it was killed; its end is still to come.
+    failures: deque[float] = field(default_factory=deque)
+    in_a_row: int = 0  # Restarts without a steady run in between.
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a worker whose end nobody has brought about or seen."""
+        worker = self.worker
+        return worker is not None and worker.running and self.verdict is None
+
+
+class Supervisor:
+    """Starts workers, restarts those that fail or hang, and stops all in the end.
+
+        with Supervisor(stall_timeout=1800) as supervisor:
+          supervisor.add('replay', 'replay', make_replay, Policy(restarts=3))
+          supervisor.add('env-0', 'env', make_env, Policy(10, hang=300), progress)
+          supervisor.run(until=stop_event)
+
+    The thread that calls `run` supervises. It sleeps until a worker ends, until it is
+    told to stop, or until the next moment at which something can be due: a restart,
+    a hang, a stall. It alone changes the slots after `start`, apart from `stop`, and
+    does so under `_lock`, which makes `status` and `stop` safe in any thread. Threads
+    that watch workers only put their end into `_events`.
+
+    Args:
+      grace: seconds between SIGTERM and SIGKILL for all processes together.
+      stall_timeout: the run ends when no worker has reported a step for that many
+        seconds; 0 for never.
+      on_restart: called as `on_restart(name, error)` by the supervising thread when a
+        restart is decided, before the delay; the error is None if the worker ended
+        well. What it raises ends the run.
+    """
+
+    def __init__(
+        self,
+        grace: float = 5.0,
+        stall_timeout: float = 0.0,
+        on_restart: Callable[[str, WorkerError | None], None] | None = None,
+    ):
+        self._grace = grace
+        self._stall_timeout = stall_timeout
+        self._on_restart = on_restart
+        self._lock = threading.Lock()
+        self._slots: list[_Slot] = []
+        self._events: queue.SimpleQueue[tuple[_Slot, Worker] | None]
+        self._events = queue.SimpleQueue()
+        self._until: threading.Event | None = None
+        self._began = 0.0
+        self._started = False
+        self._stopping = False
+        self._overslept = (0.0, 0.0)  # When it wanted to wake up last, and when it did.
+
+    def add(
+        self,
+        name: str,
+        role: str,
+        make_worker: Callable[[], Worker],
+        policy: Policy,
+        progress: Progress | None = None,
+    ) -> None:
+        """Adds a worker, before `start`.
+
+        Args:
+          name: unique name, for errors and the status.
+          role: what the worker does.
+          make_worker: returns a new worker for every start; what a dead one has left
+            behind is cleaned up here.
+          policy: when to restart it.
+          progress: where the worker reports; needed if `policy.hang` is set.
+        """
+        if self._started:
+            raise RuntimeError(f"Worker '{name}' must be added before the start.")
+        if name in [slot.name for slot in self._slots]:
+            raise ValueError(f"Worker names must be unique, '{name}' is there twice.")
+        if policy.hang and progress is None:
+            raise ValueError(
+                f"Policy(hang={policy.hang:g}) of worker '{name}' needs a Progress to "
+                "look at: pass it as `progress` and to the worker."
+            )
+        self._slots.append(_Slot(name, role, make_worker, policy, progress))
+
+    def start(self) -> None:
+        """Starts all workers in the order of adding; if one cannot, stops the others.
+
+        Nobody is restarted before `run`.
+        """
+        if self._started:
+            raise RuntimeError("A Supervisor can be started once. Make a new one.")
+        if self._stall_timeout and not any(slot.progress for slot in self._slots):
+            raise ValueError(
+                f"stall_timeout={self._stall_timeout:g} needs a worker that was added "
+                "with a Progress. Pass one to `add`, or set it to 0."
+            )
+        self._started = True
+        self._began = time.monotonic()
+        try:
+            for slot in self._slots:
+                self._start(slot)
+        except BaseException:
+            self.stop()
+            raise
+
+    def run(
+        self, until: threading.Event | None = None, duration: float | None = None
+    ) -> None:
+        """Supervises until the end of the run, then stops everything.
+
+        The run ends when all workers have ended well, when `until` is set, after
+        `duration`, on `stop`, by an error, or by an interrupt.
+
+        Args:
+          until: ends the run; also set when it ends otherwise, so that threads among
+            the workers can wait for it to know when to return.
+          duration: seconds from now; None or 0 for no limit.
+
+        Raises:
+          RunFailed: a worker failed more often than its policy allows, or a thread
+            hangs.
+          RunStalled: nobody has progressed for `stall_timeout`.
+        """
+        deadline = time.monotonic() + duration if duration else math.inf
+        self._until = until
+        if until is not None:
+            threading.Thread(
+                target=self._follow, args=(until,), name="follow until", daemon=True
+            ).start()
+        try:
+            if not self._started:
+                self.start()
+            while not self._is_over(deadline):
+                self._restart_due()
+                self._kill_hung()
+                self._check_stall()
+                self._wait(deadline)
+        finally:
+            self.stop()
+
+    def stop(self, grace: float | None = None) -> None:
+        """Stops all workers, the last added first, and everything that `run` does.
+
+        Processes get SIGTERM and, what is left after `grace` seconds for all of them,
+        SIGKILL. Threads are waited for until then and left behind as daemons. May be
+        called by any thread, more than once. What fails now is seen in `status` only:
+        a worker may well fail because another one has ended before it.
+
+        Args:
+          grace: default: that of the supervisor.
+        """
+        grace = self._grace if grace is None else grace
+        with self._lock:
+            self._stopping = True
+            workers = [slot.worker for slot in reversed(self._slots) if slot.worker]
+        self._events.put(None)
+        if self._until is not None:
+            self._until.set()
+        deadline = time.monotonic() + grace
+        processes.stop(workers, grace)
+        for worker in workers:
+            if worker.started:
+                worker.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            for slot in self._slots:
+                slot.ended = slot.worker is None or not slot.worker.running
+                slot.error = (slot.worker and slot.worker.error) or slot.error
+
+    def status(self) -> list[Status]:
+        """Returns what there is to show of every worker, in the order of adding."""
+        with self._lock:
+            return [_status(slot) for slot in self._slots]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def _follow(self, until: threading.Event) -> None:
+        until.wait()  # `stop` sets it at the latest.
+        self._events.put(None)
+
+    def _is_over(self, deadline: float) -> bool:
+        if self._until is not None and self._until.is_set():
+            return True
+        if time.monotonic() >= deadline:
+            return True
+        with self._lock:
+            return self._stopping or all(slot.ended for slot in self._slots)
+
+    def _wait(self, deadline: float) -> None:
+        """Sleeps until a worker ends, `stop` is called, or something can be due."""
+        due = [deadline, self._stall_deadline()]
+        due += [slot.restart_at for slot in self._slots]
+        due += [self._hang_check(slot) for slot in self._slots]
+        wake = min(due)
+        timeout = None
+        if wake < math.inf:
+            timeout = min(max(0.0, wake - time.monotonic()), threading.TIMEOUT_MAX)
+        event = None
+        with contextlib.suppress(queue.Empty):
+            event = self._events.get(timeout=timeout)
+        now = time.monotonic()
+        if now > wake:
+            self._overslept = (wake, now)
+        if event is not None:
+            self._note_end(*event)
+
+    def _start(self, slot: _Slot) -> None:
+        if slot.progress is not None:
+            slot.progress.reset()
+        worker = slot.make_worker()
+        with self._lock:
+            # Under the lock, so that `stop` either sees the worker or prevents it.
+            stopping = self._stopping
+            if not stopping:
+                slot.worker = worker
+                slot.started = time.monotonic()
+                slot.starts += 1
+                if not worker.started:
+                    worker.start()
+        if stopping:
+            processes.stop([worker], 0.0)
+        else:
+            worker.on_exit(lambda worker: self._events.put((slot, worker)))
+
+    def _restart_due(self) -> None:
+        for slot in self._slots:
+            if slot.restart_at > time.monotonic():
+                continue
+            with self._lock:
+                slot.restart_at = math.inf
+            try:
+                self._start(slot)
+            except Exception as error:
+                self._settle(slot, error_from(slot.name, child.describe(error)))
+
+    def _note_end(self, slot: _Slot, worker: Worker) -> None:
+        with self._lock:
+            if self._stopping:
+                return
+            error, slot.verdict = slot.verdict or worker.error, None
+        self._settle(slot, error)
+
+    def _settle(self, slot: _Slot, error: WorkerError | None) -> None:
+        """Decides whether a worker that is over is restarted, and when."""
+        now, policy = time.monotonic(), slot.policy
+        with self._lock:
+            slot.error = error or slot.error
+            if error is None and not policy.restart_on_success:
+                slot.ended = True
+                return
+            if error is not None:
+                slot.failures.append(now)
+                while slot.failures[0] < now - policy.window:
+                    slot.failures.popleft()
+                if len(slot.failures) > policy.restarts:
+                    slot.ended = True
+                    counts = f"{len(slot.failures)} failures in {policy.window:g} s"
+                    counts += f", {policy.restarts} restarts allowed"
+                    raise _failed(slot, counts, error) from error.__cause__
+            if now - slot.started >= policy.steady:
+                slot.in_a_row = 0
+            slot.in_a_row += 1
+            slot.restart_at = now + policy.delay(slot.in_a_row)
+        if self._on_restart is not None:
+            self._on_restart(slot.name, error)
+
+    def _kill_hung(self) -> None:
+        now = time.monotonic()
+        hung = [slot for slot in self._slots if self._hang_deadline(slot) <= now]
+        for slot in hung:
+            error = WorkerError(slot.name, _hang_reason(slot, now))
+            if not isinstance(slot.worker, Process):
+                raise _failed(slot, "a thread cannot be killed", error)
+            with self._lock:
+                slot.verdict = error
+        # Without time for SIGTERM: what hangs would not use it.
+        processes.stop([slot.worker for slot in hung if slot.worker], 0.0)
+
+    def _hang_deadline(self, slot: _Slot) -> float:
+        """When the worker hangs if it reports nothing until then."""
+        policy, progress = slot.policy, slot.progress
+        if not policy.hang or progress is None or not slot.running:
+            return math.inf
+        since = progress.seen or slot.started + policy.startup
+        return since + policy.hang + self._lost(since, policy.hang)
+
+    def _hang_check(self, slot: _Slot) -> float:
+        """When the worker can hang at the earliest, whatever it reports until then.
+
+        One that waits or still starts may do its last step in this moment.
+        """
+        if not slot.policy.hang or not slot.running:
+            return math.inf
+        return min(self._hang_deadline(slot), time.monotonic() + slot.policy.hang)
+
+    def _stall_deadline(self) -> float:
+        """The earliest time at which the whole run can be said to stand still."""
+        watched = [slot for slot in self._slots if slot.progress]
+        if not self._stall_timeout or all(slot.ended for slot in watched):
+            return math.inf
+        since = max(slot.progress.stepped for slot in watched if slot.progress)
+        since = max(since, self._began)
+        return since + self._stall_timeout + self._lost(since, self._stall_timeout)
+
+    def _lost(self, since: float, limit: float) -> float:
+        """Seconds that a worker gets because this process could not run either.
+
+        Where all processes were frozen for a while, as some schedulers do, none of
+        them hangs. How long this one has slept before it wanted to wake up is not
+        known, hence up to `limit` on top. Only the last time counts, so that a
+        process that is always late still finds a hang.
+        """
+        wanted, woke = self._overslept
+        late = max(0.0, woke - max(wanted, since))
+        return late + min(late, limit)
+
+    def _check_stall(self) -> None:
+        if self._stall_deadline() > time.monotonic():
+            return
+        watched = {slot.name for slot in self._slots if slot.progress}
+        last = "\n".join(
+            f"  {status.name} ({'waiting' if status.waiting else status.state}): "
+            + ("never" if status.idle is None else f"{status.idle:.1f} s ago")
+            for status in self.status()
+            if status.name in watched
+        )
+        raise RunStalled(
+            f"No worker has progressed for {self._stall_timeout:g} s, so the run was "
+            "ended. Workers that are not waiting hold up the others; if they were just "
+            f"slow, raise the stall timeout. Last progress:\n{last}"
+        )
+
+
+def _hang_reason(slot: _Slot, now: float) -> str:
+    seen = slot.progress.seen if slot.progress else 0.0
+    if seen == 0.0:
+        return f"has reported nothing in {now - slot.started:.1f} s since its start."
+    return f"has reported no progress for {now - seen:.1f} s."
+
+
+def _failed(slot: _Slot, why: str, error: WorkerError) -> RunFailed:
+    reason = f"of role '{slot.role}' failed for good ({why}): it {error.reason}"
+    return RunFailed(slot.name, reason, error.traceback, slot.role)
+
+
+def _status(slot: _Slot) -> Status:
+    seen = slot.progress.seen if slot.progress else None
+    stepped = slot.progress.stepped if slot.progress else 0.0
+    running = slot.worker is not None and slot.worker.running
+    if slot.ended:
+        state = "ended"
+    elif slot.restart_at < math.inf:
+        state = "backing off"
+    elif slot.worker is None or seen == 0.0:
+        state = "starting"
+    else:
+        state = "running"
+    return Status(
+        name=slot.name,
+        role=slot.role,
+        state=state,
+        waiting=running and seen == math.inf,
+        pid=slot.worker.pid if running and isinstance(slot.worker, Process) else None,
+        restarts=max(0, slot.starts - 1),
+        error=slot.error,
+        idle=time.monotonic() - stepped if stepped else None,
+    )
