@@ -1,6 +1,6 @@
-"""Which of a client's threads listens to its socket. The client's process.
+"""Which of a client's threads listens to its server. The client's process.
 
-A thread that waits for a result takes the turn and polls the socket itself; the
+A thread that waits for a result takes the turn and polls the sockets itself; the
 background thread then stays asleep. On Linux the switch is one change of an epoll
 set, which wakes nobody. Elsewhere both wake up, and one finds nothing.
 """
@@ -12,14 +12,14 @@ import threading
 import time
 from typing import Any
 
-from embodied.rpc.sockets import Wakeup, poll_milliseconds, readable
+from embodied.rpc.sockets import Poller, Wakeup
 
 
 class Listener:
     """Hands the turn to listen to one thread at a time.
 
     Args:
-      socket: descriptor of the socket.
+      socket: descriptor of the ZeroMQ socket.
       swallowed: set when a sender took the socket's signal of an arrival.
       monitor: descriptor of connection events, always the background thread's.
     """
@@ -29,22 +29,29 @@ class Listener:
         self._turn = threading.Lock()
         self._interrupt = Wakeup()
         self._control = Wakeup()
+        self._arrivals: Any = None
         own = (monitor, self._control.fileno())
         if hasattr(select, "epoll"):
-            self._arrivals: Any = select.epoll()
-            self._arrivals.register(socket, select.EPOLLIN)
-            self._arrivals.register(swallowed.fileno(), select.EPOLLIN)
-            self._foreground = readable(
-                self._arrivals.fileno(), self._interrupt.fileno()
-            )
+            self._arrivals = select.epoll()
+            self.add(socket)
+            self.add(swallowed.fileno())
+            arrivals = self._arrivals.fileno()
+            self._foreground = Poller(arrivals, self._interrupt.fileno())
             self._background: Any = select.epoll()
-            for descriptor in (*own, self._arrivals.fileno()):
+            for descriptor in (*own, arrivals):
                 self._background.register(descriptor, select.EPOLLIN)
         else:
-            self._arrivals = None
             both = (socket, swallowed.fileno())
-            self._foreground = readable(*both, self._interrupt.fileno())
-            self._background = readable(*both, *own)
+            self._foreground = Poller(*both, self._interrupt.fileno())
+            self._background = Poller(*both, *own)
+
+    def add(self, descriptor: int) -> None:
+        """Listens to another socket too. Linux only, like what needs it."""
+        self._arrivals.register(descriptor, select.EPOLLIN)
+
+    def remove(self, descriptor: int) -> None:
+        """Listens to it no longer."""
+        self._arrivals.unregister(descriptor)
 
     def take(self) -> bool:
         """Takes the turn if it is free."""
@@ -75,9 +82,8 @@ class Listener:
             timeout = deadline - time.monotonic()
             if timeout <= 0:
                 return False
-        for descriptor, _ in self._foreground.poll(poll_milliseconds(timeout)):
-            if descriptor == self._interrupt.fileno():
-                self._interrupt.clear()
+        if self._interrupt.fileno() in self._foreground.wait(timeout):
+            self._interrupt.clear()
         return True
 
     def interrupt(self) -> None:
@@ -91,19 +97,19 @@ class Listener:
     def background(self, timeout: float) -> None:
         """Waits for what is the background thread's."""
         if self._arrivals:
-            ready = self._background.poll(timeout)
+            ready = [descriptor for descriptor, _ in self._background.poll(timeout)]
         else:
-            ready = self._background.poll(poll_milliseconds(timeout))
-        for descriptor, _ in ready:
-            if descriptor == self._control.fileno():
-                self._control.clear()
+            ready = self._background.wait(timeout)
+        if self._control.fileno() in ready:
+            self._control.clear()
 
     def close(self) -> None:
         """Frees the descriptors. No thread may wait any more."""
         with self._turn:
             if self._arrivals:
                 self._arrivals.close()
-                self._background.close()
+            self._background.close()
+            self._foreground.close()
             self._interrupt.close()
             self._control.close()
             self._swallowed.close()

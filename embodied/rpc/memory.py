@@ -193,6 +193,11 @@ class PeerMemory:
         self._total += size
         return pages
 
+    def clear(self) -> None:
+        """Lets go of all blocks; those in use are unmapped when they are not."""
+        self._blocks.clear()
+        self._total = 0
+
     def _open(self, fileno: int, size: int) -> mmap.mmap:
         path = f"/proc/{self.pid}/fd/{fileno}"
         try:

@@ -89,7 +89,9 @@ class Outbox:
         A client that is not there gets it when it comes back and asks again.
         """
         assert self.socket is not None
-        if self.socket.send(frame, session.client):
+        lane = session.lane
+        sent = lane is not None and lane.send(frame)
+        if sent or self.socket.send(frame, session.client):
             self._statistics.counts["sent_bytes"] += len(frame)
 
     def control(self, client: bytes, kind: int, data: Any = None) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import select
 import threading
 import time
 import traceback
@@ -19,7 +18,8 @@ from typing import Any
 
 import zmq
 
-from embodied.rpc import auth, memory, sockets, wire
+from embodied.rpc import auth, lane, memory, sockets, wire
+from embodied.rpc.lanes import Lanes
 from embodied.rpc.methods import Job, Method, Output
 from embodied.rpc.outbox import Outbox
 from embodied.rpc.pause import Pause
@@ -75,12 +75,12 @@ class Server:
         self._post = Afterwork(f"{name}-post", backlog, self._post_failed)
         self._pause = Pause(name)
         self._wakeup = sockets.Wakeup()
-        self._poll = sockets.readable(self._wakeup.fileno())
-        self._watched: dict[int, Session] = {}  # By pidfd; owned by the loop.
-        self.sessions = Sessions(CLIENT_TIMEOUT, self._watch)
+        self._poller = sockets.Poller(self._wakeup.fileno())
+        self.sessions = Sessions(CLIENT_TIMEOUT)
+        self._lanes: Lanes | None = None  # Set while it runs, like the next two.
         self._loop = threading.Thread(target=self._run, name=name, daemon=True)
         self._closing = threading.Event()
-        self._context: zmq.Context | None = None  # Set while it runs.
+        self._context: zmq.Context | None = None
         self._gate: auth.Gate | None = None
 
     def bind(
@@ -117,7 +117,7 @@ class Server:
         try:
             if self._keys:
                 self._gate = auth.Gate(context, self._keys)
-                self._poll.register(self._gate.fileno, select.POLLIN)
+                self._poller.add(self._gate.fileno)
             socket = sockets.server_socket(
                 context, self.addr, self._keys, self._codec.max_bytes
             )
@@ -127,7 +127,9 @@ class Server:
         self._context = context
         self._socket = sockets.LockedSocket(socket, self._wakeup)
         self._outbox.socket = self._socket
-        self._poll.register(self._socket.fileno, select.POLLIN)
+        self._poller.add(self._socket.fileno)
+        if lane.AVAILABLE:
+            self._lanes = Lanes(self._poller, self.sessions, self._frame)
         for pool in self._pools:
             pool.start()
         self._post.start()
@@ -152,11 +154,13 @@ class Server:
         self._loop.join(max(0, deadline - time.monotonic()))
         ended = [pool.stop(deadline) for pool in self._pools]
         ended.append(self._post.stop(deadline))
-        self.sessions.close()
+        if self._lanes:
+            self._lanes.close()
         self._socket.close()
         if self._gate:
             self._gate.close()
         self._context.destroy(linger=500)  # For the last replies.
+        self._poller.close()
         self._wakeup.close()
         if not all(ended):
             raise TimeoutError(
@@ -230,17 +234,17 @@ class Server:
             now = time.monotonic()
             if now >= expire_at:
                 self.sessions.expire()
+                if self._lanes:
+                    self._lanes.expire()
                 expire_at = now + HEARTBEAT
             due = self._due()
             if len(self.sessions):
                 due = expire_at if due is None else min(due, expire_at)
-            wait = None if due is None else max(0, due - now)
-            ready = self._poll.poll(sockets.poll_milliseconds(wait) if wait else wait)
+            ready = self._poller.wait(None if due is None else max(0, due - now))
             if self._gate:
                 self._gate.handle()
-            for descriptor, _ in ready:
-                if descriptor in self._watched:
-                    self.sessions.bye(self._watched[descriptor])
+            if self._lanes:
+                self._lanes.handle(ready)
             for parts in self._socket.receive():
                 self._receive(parts)
             self._after_receive()
@@ -257,7 +261,12 @@ class Server:
             self._statistics.reject("parts", f"a message of {len(parts)} parts")
             return
         client = parts[0].bytes
-        frame = contents(parts[1])
+        if self._lanes:
+            # What a client sent before this by the short cut comes before this.
+            self._lanes.drain(client)
+        self._frame(client, contents(parts[1]))
+
+    def _frame(self, client: bytes, frame: Any) -> None:
         self._statistics.counts["received_bytes"] += len(frame)
         try:
             message = self._codec.decode(frame)
@@ -291,6 +300,7 @@ class Server:
             "max_bytes": self._codec.max_bytes,
             "bulk": session.memory.pid is not None,
             "heartbeat": HEARTBEAT,
+            "lane": self._lanes.offer(session) if self._lanes else None,
         }
         self._outbox.control(client, wire.WELCOME, welcome)
 
@@ -362,14 +372,6 @@ class Server:
         if reply is not None:
             reply_memory = session.memory.map(reply)
         return request_memory, reply_memory
-
-    def _watch(self, pidfd: int, session: Session | None) -> None:
-        if session is None:
-            self._watched.pop(pidfd, None)
-            self._poll.unregister(pidfd)
-        else:
-            self._watched[pidfd] = session
-            self._poll.register(pidfd, select.POLLIN)
 
     # Worker threads.
 

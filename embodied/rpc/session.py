@@ -9,7 +9,7 @@ owned by the server's loop thread, except where a method says otherwise.
 
 from __future__ import annotations
 
-import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from embodied.rpc import wire
+from embodied.rpc.lane import TOKEN_BYTES, Lane
 from embodied.rpc.memory import PeerMemory
 
 PROTOCOL = 1
@@ -41,7 +42,8 @@ class Session:
         self._highest = -1  # All calls up to here came, except the missing ones.
         self._missing: set[int] = set()
         self._lock = threading.Lock()  # Guards the four above.
-        self.pidfd: int | None = None
+        self.lane: Lane | None = None  # The short cut, while it is open.
+        self.token = secrets.token_bytes(TOKEN_BYTES)  # The secret for opening it.
         self.update(hello)
 
     def update(self, hello: dict[str, Any]) -> None:
@@ -147,17 +149,10 @@ class Sessions:
 
     Args:
       timeout: seconds without a sign of life after which a client counts as gone.
-      watch: called with a pidfd to be polled, or to be forgotten, for clients on the
-        same host, whose death is then noticed at once.
     """
 
-    def __init__(
-        self,
-        timeout: float,
-        watch: Callable[[int, Session | None], None],
-    ):
+    def __init__(self, timeout: float):
         self._timeout = timeout
-        self._watch = watch
         self._sessions: dict[bytes, Session] = {}
         self._slots: dict[Any, int] = {}
         self.on_join: list[Callable[[Session], None]] = []
@@ -186,6 +181,10 @@ class Sessions:
         self._arrive(session)
         return session
 
+    def find(self, client: bytes) -> Session | None:
+        """Returns the session of a client, without taking it for a sign of life."""
+        return self._sessions.get(client)
+
     def get(self, client: bytes) -> Session | None:
         """Returns the session of a message's sender and notes that it lives."""
         session = self._sessions.get(client)
@@ -197,7 +196,7 @@ class Sessions:
         return session
 
     def bye(self, session: Session) -> None:
-        """Forgets a client that says it leaves, or whose process has ended."""
+        """Forgets a client that says it leaves."""
         if self._sessions.get(session.client) is session:
             del self._sessions[session.client]
             if not session.away:
@@ -244,35 +243,16 @@ class Sessions:
             session.away = True
             self._sessions[session.client] = session
 
-    def close(self) -> None:
-        """Frees the descriptors of the sessions."""
-        for session in list(self._sessions.values()):
-            self._unwatch(session)
-
     def _arrive(self, session: Session) -> None:
         session.away = False
         session.heard = time.monotonic()
         if session.slots:
             self._slots[session.group] = self.slots(session.group) + session.slots
-        pid = session.memory.pid
-        if pid is not None and session.pidfd is None and hasattr(os, "pidfd_open"):
-            try:
-                session.pidfd = os.pidfd_open(pid)
-                self._watch(session.pidfd, session)
-            except OSError:
-                pass  # It has ended already; the heartbeat will be missed.
         for callback in self.on_join:
             callback(session)
 
     def _depart(self, session: Session) -> None:
         if session.slots:
             self._slots[session.group] = self.slots(session.group) - session.slots
-        self._unwatch(session)
         for callback in self.on_leave:
             callback(session)
-
-    def _unwatch(self, session: Session) -> None:
-        if session.pidfd is not None:
-            self._watch(session.pidfd, None)
-            os.close(session.pidfd)
-            session.pidfd = None

@@ -13,7 +13,7 @@ import resource
 import select
 import socket as sockets
 import threading
-from typing import cast
+from typing import Any, cast
 
 import zmq
 
@@ -220,17 +220,35 @@ def descriptor(socket: zmq.Socket) -> int:
     return cast(int, socket.get(zmq.FD))
 
 
-def poll_milliseconds(seconds: float | None) -> int | None:
-    """Converts a wait for `select.poll`, rounding up so that it never spins."""
-    return None if seconds is None else max(0, int(seconds * 1000) + 1)
+class Poller:
+    """Waits until one of several descriptors is readable."""
 
+    def __init__(self, *descriptors: int):
+        self._epoll = hasattr(select, "epoll")
+        self._poll: Any = select.epoll() if self._epoll else select.poll()
+        for descriptor in descriptors:
+            self.add(descriptor)
 
-def readable(*descriptors: int) -> select.poll:
-    """Returns a poll object that waits for any of the descriptors."""
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return poll
+    def add(self, descriptor: int) -> None:
+        """Waits for this one too. On Linux, any thread."""
+        self._poll.register(descriptor, select.POLLIN)
+
+    def remove(self, descriptor: int) -> None:
+        """Waits for this one no longer."""
+        self._poll.unregister(descriptor)
+
+    def wait(self, seconds: float | None) -> list[int]:
+        """Returns those that are readable, after at most so many seconds."""
+        if self._epoll:
+            return [fd for fd, _ in self._poll.poll(seconds)]
+        # Rounded up, so that it never spins.
+        milliseconds = None if seconds is None else int(seconds * 1000) + (seconds > 0)
+        return [fd for fd, _ in self._poll.poll(milliseconds)]
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        if self._epoll:
+            self._poll.close()
 
 
 def _resolve(host: str) -> str:
