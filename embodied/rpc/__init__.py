@@ -16,14 +16,21 @@ _WHERE = {
     "Disconnected": "client",
     "Future": "future",
     "Keys": "auth",
+    "Policy": "policy",
     "Process": "workers",
+    "Progress": "progress",
     "RemoteError": "client",
+    "RunFailed": "policy",
+    "RunStalled": "policy",
     "Server": "server",
+    "Supervisor": "supervisor",
     "Thread": "workers",
     "WireError": "wire",
     "WorkerError": "workers",
     "free_port": "sockets",
     "run": "workers",
+    "stop": "workers",
+    "transport": "transports",
 }
 
 __all__ = list(_WHERE)

@@ -1,202 +1,23 @@
-"""Owns the workers of a run: restarts, hangs, orderly stop. In the launching process.
-
-`Progress` is the exception: workers report through it, in whichever process they are.
-"""
+"""Owns the workers of a run: restarts, hangs, orderly stop. The launching process."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import mmap
-import os
 import queue
-import tempfile
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from embodied.rpc import child
 from embodied.rpc import process as processes
+from embodied.rpc.policy import Policy, RunFailed, RunStalled, Status
 from embodied.rpc.process import Process
+from embodied.rpc.progress import Progress
 from embodied.rpc.thread import Worker, WorkerError, error_from
-
-# Doubles in a progress page. One thread writes, anybody reads: aligned eight bytes are
-# written at once.
-_SEEN, _STEPPED = 0, 1
-_PAGE_BYTES = 16
-
-
-class Progress:
-    """How a worker tells its supervisor that it gets on, also across processes.
-
-        progress = Progress()
-        worker = Process(parallel_env, make_env, progress, fds=[progress.fd])
-
-        while True:                   # In the worker.
-          with progress.waiting():    # For somebody else, so this is not a hang.
-            action = future.result()
-          obs = env.step(action)
-          progress.step()
-
-    Reports are plain writes of the system-wide monotonic clock into shared memory,
-    without system calls. The worker's main loop makes them, never a thread that only
-    pretends. `step` may be called by several threads, `waiting` by one.
-
-    Attributes:
-      fd: descriptor of the shared memory; a `Process` must be given it.
-    """
-
-    def __init__(self) -> None:
-        self._open(_create_page())
-        weakref.finalize(self, os.close, self.fd)
-
-    @property
-    def seen(self) -> float:
-        """Time of the last report; 0 if the worker made none, inf while it waits."""
-        return self._times[_SEEN]
-
-    @property
-    def stepped(self) -> float:
-        """Time of the last step, of this worker or those before it; 0 if none."""
-        return self._times[_STEPPED]
-
-    def step(self) -> None:
-        """Says that something was done."""
-        now = time.monotonic()
-        self._times[_SEEN] = now
-        self._times[_STEPPED] = now
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Says for the block's duration that the worker waits for somebody else."""
-        self._times[_SEEN] = math.inf
-        try:
-            yield
-        finally:
-            self._times[_SEEN] = time.monotonic()
-
-    def reset(self) -> None:
-        """Forgets the reports of a worker that is over; the last step stays known."""
-        self._times[_SEEN] = 0.0
-
-    def _open(self, fd: int) -> None:
-        self.fd = fd
-        self._times = memoryview(mmap.mmap(fd, _PAGE_BYTES)).cast("d")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (self.fd,)
-
-
-def _create_page() -> int:
-    with contextlib.ExitStack() as undo:
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("progress")
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
-        undo.callback(os.close, fd)
-        os.ftruncate(fd, _PAGE_BYTES)
-        undo.pop_all()
-    return fd
-
-
-def _attach(fd: int) -> Progress:
-    """Returns the progress of another process, whose descriptor this one has."""
-    try:
-        size = os.fstat(fd).st_size
-    except OSError:
-        size = -1
-    if size != _PAGE_BYTES:
-        raise ValueError(
-            f"Progress expected its shared memory at descriptor {fd}, where it is not. "
-            "Hand it over: Process(..., progress, fds=[progress.fd])."
-        )
-    progress = Progress.__new__(Progress)
-    progress._open(fd)  # Stays open: this process may hand it on.
-    return progress
-
-
-@dataclass(frozen=True)
-class Policy:
-    """When a worker is restarted. All times are in seconds.
-
-    Attributes:
-      restarts: failures within `window` that are answered by a restart; one more
-        ends the run.
-      window: how long a failure counts.
-      backoff: delay of the first restart; doubles with each that follows.
-      backoff_limit: what the delay grows to.
-      steady: a worker that ran this long starts again with the first delay.
-      hang: without a report for this long, the worker is killed and restarted; 0
-        for never.
-      startup: what a worker gets on top of `hang` for its first report.
-      restart_on_success: whether a worker that ends well is restarted as well.
-    """
-
-    restarts: int
-    window: float = 600.0
-    backoff: float = 0.5
-    backoff_limit: float = 30.0
-    steady: float = 60.0
-    hang: float = 0.0
-    startup: float = 60.0
-    restart_on_success: bool = False
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value >= 0:
-                raise ValueError(f"Policy expected {name} of at least 0, got {value}.")
-
-    def delay(self, count: int) -> float:
-        """Seconds before the restart that is number `count` in a row."""
-        doublings = min(count - 1, 1000)  # More overflow a float.
-        return min(self.backoff * 2.0**doublings, self.backoff_limit)
-
-
-class RunFailed(WorkerError):
-    """A worker failed for good, and with it the run.
-
-    Attributes, besides those of `WorkerError`:
-      role: the worker's role.
-    """
-
-    def __init__(self, name: str, reason: str, traceback: str = "", role: str = ""):
-        super().__init__(name, reason, traceback)
-        self.args = (name, reason, traceback, role)
-        self.role = role
-
-
-class RunStalled(RuntimeError):
-    """No worker has progressed for so long that the run was ended."""
-
-
-@dataclass(frozen=True)
-class Status:
-    """What there is to show of a worker.
-
-    Attributes:
-      name: of the worker.
-      role: what it does, shared by all workers that do the same.
-      state: 'starting' (nothing reported yet), 'running', 'backing off' or 'ended'.
-      waiting: whether it says that it waits for somebody else.
-      pid: number of its process; None where there is none.
-      restarts: how often it was restarted.
-      error: its last failure.
-      idle: seconds since its last step; None if it has made none.
-    """
-
-    name: str
-    role: str
-    state: str
-    waiting: bool
-    pid: int | None
-    restarts: int
-    error: WorkerError | None
-    idle: float | None
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from process_testing import WAIT, Line, fail_with, is_gone, wait_for, wait_forever
 
-from embodied.rpc.supervisor import (
+from embodied.rpc import (
     Policy,
     Progress,
     RunFailed,
@@ -794,7 +794,7 @@ def launch(tmp_path, code, **options):
     path = tmp_path / "script.py"
     head = """
         import os
-        from embodied.rpc.supervisor import Policy, Progress, Supervisor
+        from embodied.rpc import Policy, Progress, Supervisor
         from embodied.rpc.workers import Process
 
         def say(*words):

@@ -1,0 +1,108 @@
+"""How workers report that they get on. In whichever process they are."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+# Doubles in a progress page. One thread writes, anybody reads: aligned eight bytes are
+# written at once.
+_SEEN, _STEPPED = 0, 1
+_PAGE_BYTES = 16
+
+
+class Progress:
+    """How a worker tells its supervisor that it gets on, also across processes.
+
+        progress = Progress()
+        worker = Process(parallel_env, make_env, progress, fds=[progress.fd])
+
+        while True:                   # In the worker.
+          with progress.waiting():    # For somebody else, so this is not a hang.
+            action = future.result()
+          obs = env.step(action)
+          progress.step()
+
+    Reports are plain writes of the system-wide monotonic clock into shared memory,
+    without system calls. The worker's main loop makes them, never a thread that only
+    pretends. `step` may be called by several threads, `waiting` by one.
+
+    Attributes:
+      fd: descriptor of the shared memory; a `Process` must be given it.
+    """
+
+    def __init__(self) -> None:
+        self._open(_create_page())
+        weakref.finalize(self, os.close, self.fd)
+
+    @property
+    def seen(self) -> float:
+        """Time of the last report; 0 if the worker made none, inf while it waits."""
+        return self._times[_SEEN]
+
+    @property
+    def stepped(self) -> float:
+        """Time of the last step, of this worker or those before it; 0 if none."""
+        return self._times[_STEPPED]
+
+    def step(self) -> None:
+        """Says that something was done."""
+        now = time.monotonic()
+        self._times[_SEEN] = now
+        self._times[_STEPPED] = now
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Says for the block's duration that the worker waits for somebody else."""
+        self._times[_SEEN] = math.inf
+        try:
+            yield
+        finally:
+            self._times[_SEEN] = time.monotonic()
+
+    def reset(self) -> None:
+        """Forgets the reports of a worker that is over; the last step stays known."""
+        self._times[_SEEN] = 0.0
+
+    def _open(self, fd: int) -> None:
+        self.fd = fd
+        self._times = memoryview(mmap.mmap(fd, _PAGE_BYTES)).cast("d")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (self.fd,)
+
+
+def _create_page() -> int:
+    with contextlib.ExitStack() as undo:
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("progress")
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        undo.callback(os.close, fd)
+        os.ftruncate(fd, _PAGE_BYTES)
+        undo.pop_all()
+    return fd
+
+
+def _attach(fd: int) -> Progress:
+    """Returns the progress of another process, whose descriptor this one has."""
+    try:
+        size = os.fstat(fd).st_size
+    except OSError:
+        size = -1
+    if size != _PAGE_BYTES:
+        raise ValueError(
+            f"Progress expected its shared memory at descriptor {fd}, where it is not. "
+            "Hand it over: Process(..., progress, fds=[progress.fd])."
+        )
+    progress = Progress.__new__(Progress)
+    progress._open(fd)  # Stays open: this process may hand it on.
+    return progress
