@@ -153,11 +153,8 @@ class Gate:
         self._socket.linger = 0
         self._socket.bind(ZAP_ENDPOINT)
         self.refused: dict[str, int] = {}  # Count by address, bounded.
-
-    @property
-    def fileno(self) -> int:
-        """The descriptor that becomes readable when there is something to handle."""
-        return cast(int, self._socket.get(zmq.FD))
+        # Becomes readable when there is something to handle.
+        self.fileno = cast(int, self._socket.get(zmq.FD))
 
     def handle(self) -> None:
         """Answers all handshakes that wait."""

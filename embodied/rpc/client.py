@@ -154,6 +154,7 @@ class Client:
         )
         swallowed = sockets.Wakeup()
         self._socket = sockets.LockedSocket(socket, swallowed)
+        self._swallowed = swallowed.fileno()
         self._listener = Listener(
             self._socket.fileno, swallowed, sockets.descriptor(self._monitor)
         )
@@ -300,9 +301,11 @@ class Client:
         deadline = None if timeout is None else time.monotonic() + timeout
         if self._listener.take():
             try:
-                self._receive()
-                while not future.done() and self._listener.wait(deadline):
-                    self._receive()
+                while not future.done():
+                    ready = self._listener.wait(deadline)
+                    if ready is None:
+                        return
+                    self._receive(ready)
             finally:
                 self._listener.release()
             return
@@ -313,17 +316,19 @@ class Client:
 
     # Any thread that receives.
 
-    def _receive(self) -> None:
+    def _receive(self, ready: list[int]) -> None:
+        """Handles what arrived at the descriptors that are ready."""
         lane = self._lane
-        while lane is not None and (frame := lane.receive()) is not None:
-            if not frame:
+        if lane is not None and lane.fileno in ready:
+            frame = lane.receive()
+            if frame:
+                self._decode(frame)
+            elif frame is not None:
                 self._lane_ended(lane)
-                break
-            self._decode(frame)
-        for parts in self._socket.receive():
-            if len(parts) != 1:
-                continue  # No server of ours sends such a message.
-            self._decode(contents(parts[0]))
+        if self._socket.fileno in ready or self._swallowed in ready:
+            for parts in self._socket.receive():
+                if len(parts) == 1:  # No server of ours sends anything else.
+                    self._decode(contents(parts[0]))
 
     def _decode(self, frame: Any) -> None:
         try:
@@ -449,13 +454,12 @@ class Client:
     def _run(self) -> None:
         next_beat = time.monotonic() + self._heartbeat
         while not self._closing.is_set():
-            self._listener.background(max(0, next_beat - time.monotonic()))
+            wait = max(0, next_beat - time.monotonic())
+            self._receive(self._listener.background(wait))
             self._connection_events()
-            if not self._listener.taken:
-                self._receive()
-                if self._listener.taken:
-                    # It took the turn meanwhile, and waits for what came here.
-                    self._listener.interrupt()
+            if self._listener.taken:
+                # It took the turn meanwhile, and may wait for what came here.
+                self._listener.interrupt()
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + self._heartbeat

@@ -29,42 +29,36 @@ class Listener:
         self._turn = threading.Lock()
         self._interrupt = Wakeup()
         self._control = Wakeup()
-        self._arrivals: Any = None
-        own = (monitor, self._control.fileno())
+        self._arrivals = Poller(socket, swallowed.fileno(), self._interrupt.fileno())
+        self._switch: Any = None
         if hasattr(select, "epoll"):
-            self._arrivals = select.epoll()
-            self.add(socket)
-            self.add(swallowed.fileno())
-            arrivals = self._arrivals.fileno()
-            self._foreground = Poller(arrivals, self._interrupt.fileno())
-            self._background: Any = select.epoll()
-            for descriptor in (*own, arrivals):
-                self._background.register(descriptor, select.EPOLLIN)
+            self._background = Poller(monitor, self._control.fileno())
+            self._background.add(self._arrivals.fileno())
+            self._switch = self._background.arm
         else:
-            both = (socket, swallowed.fileno())
-            self._foreground = Poller(*both, self._interrupt.fileno())
-            self._background = Poller(*both, *own)
+            everything = (socket, swallowed.fileno(), monitor, self._control.fileno())
+            self._background = Poller(*everything)
 
     def add(self, descriptor: int) -> None:
-        """Listens to another socket too. Linux only, like what needs it."""
-        self._arrivals.register(descriptor, select.EPOLLIN)
+        """Listens to another socket too."""
+        self._arrivals.add(descriptor)
 
     def remove(self, descriptor: int) -> None:
         """Listens to it no longer."""
-        self._arrivals.unregister(descriptor)
+        self._arrivals.remove(descriptor)
 
     def take(self) -> bool:
         """Takes the turn if it is free."""
         if not self._turn.acquire(blocking=False):
             return False
-        if self._arrivals:
-            self._background.modify(self._arrivals.fileno(), 0)
+        if self._switch:
+            self._switch(self._arrivals.fileno(), False)
         return True
 
     def release(self) -> None:
         """Gives the turn back; the background thread listens again."""
-        if self._arrivals:
-            self._background.modify(self._arrivals.fileno(), select.EPOLLIN)
+        if self._switch:
+            self._switch(self._arrivals.fileno(), True)
         self._turn.release()
 
     @property
@@ -72,8 +66,8 @@ class Listener:
         """Whether a thread has the turn."""
         return self._turn.locked()
 
-    def wait(self, deadline: float | None) -> bool:
-        """Waits for something to receive; False when the deadline has passed.
+    def wait(self, deadline: float | None) -> list[int] | None:
+        """Waits for arrivals; returns where, or None when the deadline has passed.
 
         For the thread that has the turn.
         """
@@ -81,10 +75,8 @@ class Listener:
         if deadline is not None:
             timeout = deadline - time.monotonic()
             if timeout <= 0:
-                return False
-        if self._interrupt.fileno() in self._foreground.wait(timeout):
-            self._interrupt.clear()
-        return True
+                return None
+        return self._look(timeout)
 
     def interrupt(self) -> None:
         """Makes the thread that has the turn look at its future again."""
@@ -94,22 +86,23 @@ class Listener:
         """Makes the background thread look around."""
         self._control.set()
 
-    def background(self, timeout: float) -> None:
-        """Waits for what is the background thread's."""
-        if self._arrivals:
-            ready = [descriptor for descriptor, _ in self._background.poll(timeout)]
-        else:
-            ready = self._background.wait(timeout)
-        if self._control.fileno() in ready:
+    def background(self, timeout: float) -> list[int]:
+        """Waits for what is the background thread's; returns where things arrived."""
+        if self._control.fileno() in self._background.wait(timeout):
             self._control.clear()
+        return [] if self.taken else self._look(0)
+
+    def _look(self, timeout: float | None) -> list[int]:
+        ready = self._arrivals.wait(timeout)
+        if self._interrupt.fileno() in ready:
+            self._interrupt.clear()
+        return ready
 
     def close(self) -> None:
         """Frees the descriptors. No thread may wait any more."""
         with self._turn:
-            if self._arrivals:
-                self._arrivals.close()
+            self._arrivals.close()
             self._background.close()
-            self._foreground.close()
             self._interrupt.close()
             self._control.close()
             self._swallowed.close()

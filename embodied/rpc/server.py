@@ -241,12 +241,14 @@ class Server:
             if len(self.sessions):
                 due = expire_at if due is None else min(due, expire_at)
             ready = self._poller.wait(None if due is None else max(0, due - now))
-            if self._gate:
+            # Only those that have something: asking the others costs as much.
+            if self._gate and self._gate.fileno in ready:
                 self._gate.handle()
             if self._lanes:
                 self._lanes.handle(ready)
-            for parts in self._socket.receive():
-                self._receive(parts)
+            if self._socket.fileno in ready or self._wakeup.fileno() in ready:
+                for parts in self._socket.receive():
+                    self._receive(parts)
             self._after_receive()
 
     def _due(self) -> float | None:

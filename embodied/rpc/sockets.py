@@ -233,6 +233,14 @@ class Poller:
         """Waits for this one too. On Linux, any thread."""
         self._poll.register(descriptor, select.POLLIN)
 
+    def arm(self, descriptor: int, listen: bool) -> None:
+        """Waits for this one, or not, without waking whoever waits. Linux only."""
+        self._poll.modify(descriptor, select.POLLIN if listen else 0)
+
+    def fileno(self) -> int:
+        """The descriptor that is readable when one of the others is. Linux only."""
+        return self._poll.fileno()
+
     def remove(self, descriptor: int) -> None:
         """Waits for this one no longer."""
         self._poll.unregister(descriptor)

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from embodied.rpc import Client, Server, free_port
@@ -64,3 +65,13 @@ def test_callbacks_come_without_anybody_waiting(client, eager_switches):
         client.echo(number).add_callback(lambda _, called=called: called.set())
         assert called.wait(10)
         assert time.perf_counter() - started < SLOW
+
+
+def test_nobody_spins_after_an_interrupt(client):
+    """A wake-up that nobody waited for is taken back, not seen for ever."""
+    client.echo(1).result(10)
+    client._listener.interrupt()
+    started = sum(psutil.Process().cpu_times()[:2])
+    time.sleep(1)
+    assert sum(psutil.Process().cpu_times()[:2]) - started < 0.3
+    assert client.echo(2).result(10) == 2
