@@ -227,6 +227,12 @@ class Client:
                 list(self._calls),
                 in_memory=call.request is not None,
             )
+            if len(call.frame) > self._max_bytes + sockets.MESSAGE_SLACK:
+                self._release(call)
+                raise wire.WireError(
+                    f"Arguments of '{method}' have {len(call.frame)} bytes; the server "
+                    f"takes {self._max_bytes}."
+                )
             self._calls[seq] = call
             if self._welcome:
                 self._transmit(seq, call)
@@ -401,6 +407,7 @@ class Client:
             self._changed.notify_all()
 
     def _open_lane(self, offer: list | None) -> None:
+        self._close_lane()
         if offer and self._arena:
             self._lane = Lane.connect(offer[0], self._identity, offer[1])
             if self._lane:
@@ -410,9 +417,11 @@ class Client:
         with self._lock:
             lane, self._lane = self._lane, None
             self._detours.clear()
-            if lane:
-                self._listener.remove(lane.fileno)
-                lane.close()
+        if lane:
+            self._listener.remove(lane.fileno)
+            while frame := lane.receive():  # Answers that came before its end.
+                self._decode(frame)
+            lane.close()
 
     def _lane_ended(self, lane: Lane) -> None:
         with self._lock:
@@ -453,6 +462,8 @@ class Client:
 
     def _run(self) -> None:
         next_beat = time.monotonic() + self._heartbeat
+        # A ZeroMQ descriptor signals nothing before the first look at its socket.
+        self._connection_events()
         while not self._closing.is_set():
             wait = max(0, next_beat - time.monotonic())
             self._receive(self._listener.background(wait))

@@ -53,6 +53,11 @@ class Lanes:
     def drain(self, client: bytes) -> None:
         """Handles all frames that a client has sent so far."""
         session = self._sessions.find(client)
+        if session is not None and session.lane is None:
+            # It may have opened one, and used it, before the loop has seen it.
+            self._accept()
+            for lane in [x for x in self._lanes.values() if x.owner is None]:
+                self._next(lane)
         while session is not None and session.lane is not None:
             if not self._next(session.lane):
                 return
@@ -73,14 +78,13 @@ class Lanes:
 
     def _accept(self) -> None:
         unknown = sum(lane.owner is None for lane in self._lanes.values())
-        lane = self._listener.accept()
-        if lane is None:
-            return
-        if unknown >= MAX_UNKNOWN:
-            lane.close()
-            return
-        self._lanes[lane.fileno] = lane
-        self._poller.add(lane.fileno)
+        while (lane := self._listener.accept()) is not None:
+            if unknown >= MAX_UNKNOWN:
+                lane.close()
+                continue
+            unknown += 1
+            self._lanes[lane.fileno] = lane
+            self._poller.add(lane.fileno)
 
     def _next(self, lane: Lane) -> bool:
         """Handles the next frame of a connection; False if there was none."""

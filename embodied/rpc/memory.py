@@ -126,23 +126,36 @@ class Arena:
         return wire.payload_arrays(spec, owner)
 
 
-def write(
-    target: memoryview,
-    spec: wire.Spec,
-    arrays: list[np.ndarray],
-    in_place: list[np.ndarray] | None = None,
-) -> None:
-    """Copies arrays into memory, except those that were made `in_place`."""
-    for index, (array, leaf) in enumerate(zip(arrays, spec.leaves)):
-        if in_place and array is in_place[index]:
+def write(target: memoryview, spec: wire.Spec, arrays: list[np.ndarray]) -> None:
+    """Copies arrays into memory."""
+    for array, leaf in zip(arrays, spec.leaves):
+        _write_one(target, leaf, array)
+
+
+def write_made(target: memoryview, spec: wire.Spec, arrays: list[np.ndarray]) -> None:
+    """Copies arrays into memory in which some of them may lie already."""
+    whole = np.frombuffer(target, np.uint8)
+    base = whole.ctypes.data
+    moved = []
+    for array, leaf in zip(arrays, spec.leaves):
+        place = base + leaf.offset
+        if array.ctypes.data == place and array.flags.c_contiguous:
             continue
-        end = leaf.offset + leaf.nbytes
-        if leaf.nbytes < _RELEASE_FROM:
-            target[leaf.offset : end] = wire.as_bytes(array)
-        else:
-            # NumPy lets other threads run while it copies.
-            place = np.frombuffer(target[leaf.offset : end], leaf.dtype)
-            np.copyto(place.reshape(leaf.shape), array)
+        # Copied before anything is written, if it could be written over.
+        safe = array.copy() if np.may_share_memory(array, whole) else array
+        moved.append((leaf, safe))
+    for leaf, array in moved:
+        _write_one(target, leaf, array)
+
+
+def _write_one(target: memoryview, leaf: wire.Leaf, array: np.ndarray) -> None:
+    end = leaf.offset + leaf.nbytes
+    if leaf.nbytes < _RELEASE_FROM:
+        target[leaf.offset : end] = wire.as_bytes(array)
+    else:
+        # NumPy lets other threads run while it copies.
+        place = np.frombuffer(target[leaf.offset : end], leaf.dtype)
+        np.copyto(place.reshape(leaf.shape), array)
 
 
 class PeerMemory:

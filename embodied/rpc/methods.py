@@ -43,7 +43,7 @@ class Output:
     def __init__(self, codec: wire.Codec, reply_memory: Any):
         self._codec = codec
         self._memory = reply_memory
-        self.made: list[np.ndarray] = []  # Those that lie where the client wants them.
+        self.made = False  # Whether arrays lie where the client wants them.
 
     def empty(self, fields: dict[str, tuple[Any, tuple[int, ...]]]) -> dict:
         """Returns uninitialised arrays for {key: (dtype, shape)}.
@@ -56,6 +56,6 @@ class Output:
         )
         spec = self._codec.spec("", ("d", tuple(fields), leaves))
         if self._memory is not None and len(self._memory) >= spec.nbytes:
-            self.made = wire.payload_arrays(spec, self._memory)
-            return dict(zip(fields, self.made))
+            self.made = True
+            return dict(zip(fields, wire.payload_arrays(spec, self._memory)))
         return dict(zip(fields, wire.payload_arrays(spec, bytearray(spec.nbytes))))

@@ -9,7 +9,7 @@ import numpy as np
 
 from embodied.rpc import memory, wire
 from embodied.rpc.session import Session
-from embodied.rpc.sockets import LockedSocket
+from embodied.rpc.sockets import MESSAGE_SLACK, LockedSocket
 from embodied.rpc.statistics import Statistics
 
 
@@ -29,7 +29,7 @@ class Outbox:
         values: list,
         arrays: list[np.ndarray],
         reply_memory: Any,
-        made: list[np.ndarray] | None = None,
+        made: bool = False,
     ) -> bytes:
         """Encodes a result, its arrays in the client's memory where they fit.
 
@@ -39,22 +39,28 @@ class Outbox:
           values: its plain values.
           arrays: its arrays.
           reply_memory: what the client offered, or None.
-          made: arrays that are in that memory already.
+          made: whether some arrays may lie in that memory already.
         """
         in_memory = reply_memory is not None and memory.THRESHOLD <= spec.nbytes <= len(
             reply_memory
         )
         if in_memory:
-            same = made if made and len(made) == len(arrays) else None
-            memory.write(memoryview(reply_memory), spec, arrays, same)
+            write = memory.write_made if made else memory.write
+            write(memoryview(reply_memory), spec, arrays)
         elif spec.nbytes > self._codec.max_bytes:
             raise wire.WireError(
                 f"a reply of {spec.nbytes} bytes is more than the limit of "
                 f"{self._codec.max_bytes}"
             )
-        return self._codec.encode(
+        frame = self._codec.encode(
             wire.REPLY, seq, spec, values, arrays, in_memory=in_memory
         )
+        if len(frame) > self._codec.max_bytes + MESSAGE_SLACK:
+            raise wire.WireError(
+                f"a reply of {len(frame)} bytes is more than the limit of "
+                f"{self._codec.max_bytes}"
+            )
+        return frame
 
     def exception(self, seq: int, method: str, error: Exception) -> bytes:
         """Encodes what a function raised."""
@@ -69,9 +75,9 @@ class Outbox:
         """Encodes an error."""
         error = {
             "kind": kind,
-            "message": message[:10_000],
-            "type": type_name,
-            "traceback": text[-20_000:],
+            "message": _sendable(message[:10_000]),
+            "type": _sendable(type_name),
+            "traceback": _sendable(text[-20_000:]),
         }
         structure, arrays, values = wire.flatten(error)
         spec = self._codec.spec("", structure)
@@ -101,3 +107,8 @@ class Outbox:
         spec = self._codec.spec("", structure)
         frame = self._codec.encode(kind, wire.NO_CALL, spec, values, arrays)
         self.socket.send(frame, client)
+
+
+def _sendable(text: str) -> str:
+    """Replaces what UTF-8 cannot express, such as half of a surrogate pair."""
+    return text.encode(errors="backslashreplace").decode()

@@ -278,13 +278,17 @@ class Server:
         if message.kind == wire.HELLO:
             self._hello(client, message)
             return
+        if message.kind == wire.BYE:
+            # Not `get`, which would let in again whose lane has just ended.
+            leaving = self.sessions.find(client)
+            if leaving is not None:
+                self.sessions.bye(leaving)
+            return
         session = self.sessions.get(client)
         if session is None:
             self._outbox.control(client, wire.STRANGER)
         elif message.kind == wire.CALL:
             self._call(session, message)
-        elif message.kind == wire.BYE:
-            self.sessions.bye(session)
         elif message.kind != wire.HEARTBEAT:
             self._statistics.reject("kind", f"a message of kind {message.kind}")
 
@@ -378,7 +382,7 @@ class Server:
     # Worker threads.
 
     def _work(self, job: Any) -> None:
-        method, after, info, made = job.method, None, None, None
+        method, after, info, made = job.method, None, None, False
         with self._applying(method) as allowed:
             if not allowed:
                 self._drop(job)

@@ -165,7 +165,6 @@ def client_socket(
     """Makes a DEALER socket that connects, and connects again, to a server."""
     socket = context.socket(zmq.DEALER)
     socket.routing_id = identity
-    socket.immediate = True  # Queue nothing for a server that is not there.
     socket.linger = 0
     socket.ipv6 = "[" in addr
     socket.reconnect_ivl = 50

@@ -133,7 +133,10 @@ class Codec:
         key = (method, structure)
         spec = self._by_structure.get(key)
         if spec is None:
-            encoded = msgpack.packb([method, structure])
+            encoded = _pack([method, structure])
+            if len(encoded) > MAX_SPEC_BYTES:
+                raise WireError(f"keys and shapes take {len(encoded)} bytes, too many")
+            _check_structure(_as_lists(structure), 0, [MAX_LEAVES])
             spec = Spec(method, structure, encoded)
             if len(self._by_structure) >= MAX_CACHED_SPECS:
                 self._by_structure.clear()
@@ -155,7 +158,9 @@ class Codec:
         """Builds a frame; with `in_memory` the arrays are already elsewhere."""
         extra = b""
         if values or bulk or open:
-            extra = msgpack.packb((values, bulk, open or ()))
+            extra = _pack((values, bulk, open or ()))
+        if not 0 <= rows < 1 << 16:
+            raise WireError(f"a stack has 0 to 65535 rows, not {rows}")
         flags = BULK if in_memory else 0
         sizes = len(spec.encoded), len(extra)
         head = PRELUDE.pack(MAGIC, kind, flags, rows, *sizes, seq)
@@ -234,6 +239,13 @@ def flatten(tree: Any) -> tuple[tuple, list[np.ndarray], list]:
     return structure, arrays, values
 
 
+def check(tree: Any) -> None:
+    """Raises WireError if a tree cannot be sent."""
+    structure, _, values = flatten(tree)
+    _check_structure(_as_lists(structure), 0, [MAX_LEAVES])
+    _pack((structure, values))
+
+
 def unflatten(structure: tuple, arrays: list, values: list) -> Any:
     """Puts together what `flatten` took apart."""
     remaining = iter(values)
@@ -261,6 +273,8 @@ def payload_arrays(spec: Spec, buffer: Any, start: int = 0) -> list[np.ndarray]:
 
 def message_tree(message: Message) -> Any:
     """Returns the data of a message whose arrays are in its frame."""
+    if message.flags & BULK:
+        raise WireError("arrays in shared memory, where only a call may have them")
     arrays = payload_arrays(message.spec, message.frame, message.start)
     return unflatten(message.spec.structure, arrays, message.values)
 
@@ -320,10 +334,8 @@ def _flatten(tree: Any, arrays: list, values: list, depth: int) -> tuple:
     if isinstance(tree, np.generic):
         arrays.append(np.asarray(tree))
         return ("a", dtype_name(tree.dtype), ())
-    if depth > MAX_DEPTH or len(arrays) > MAX_LEAVES:
-        raise WireError(
-            f"data has more than {MAX_DEPTH} levels or more than {MAX_LEAVES} arrays"
-        )
+    if depth > MAX_DEPTH:
+        raise WireError(f"data is nested deeper than {MAX_DEPTH} levels")
     if isinstance(tree, dict):
         for key in tree:
             if type(key) is not str:
@@ -403,6 +415,20 @@ def _check_structure(node: Any, depth: int, budget: list[int]) -> tuple:
             checked = [_check_structure(x, depth + 1, budget) for x in children]
             return (kind, tuple(checked))
     raise WireError("the structure has a node of no known kind")
+
+
+def _as_lists(structure: Any) -> Any:
+    """A structure as it comes out of msgpack."""
+    if isinstance(structure, tuple):
+        return [_as_lists(node) for node in structure]
+    return structure
+
+
+def _pack(data: Any) -> bytes:
+    try:
+        return msgpack.packb(data)
+    except UnicodeEncodeError as error:
+        raise WireError(f"a string cannot be sent: {error}") from None
 
 
 def _unpack(data: Any) -> Any:

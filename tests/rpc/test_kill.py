@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -28,6 +29,7 @@ def wait_for(condition, seconds=15):
 
 def shared_blocks(pid):
     """Blocks of shared memory that a process has mapped."""
+    gc.collect()
     with open(f"/proc/{pid}/maps") as file:
         return sum("embodied-bulk" in line for line in file)
 
@@ -54,6 +56,7 @@ def ask_for_ever(port, keys):
 def test_killed_clients_leave_nothing_in_the_server(rounds):
     rng = random.Random(rounds)
     left = []
+    before = shared_blocks(os.getpid())  # Those of other tests.
     server = BatchServer(free_port(), keys=KEYS)
     server.bind("act", lambda x: x, batch=2, timeout=0.01)
     server.bind("echo", lambda x: x)
@@ -69,7 +72,7 @@ def test_killed_clients_leave_nothing_in_the_server(rounds):
             wait_for(lambda: server.sessions.slots(None) == 0, 2)
             assert good.echo(number).result(10) == number
         assert left == ["Client"] * rounds
-        wait_for(lambda: shared_blocks(os.getpid()) == 0)
+        wait_for(lambda: shared_blocks(os.getpid()) <= before)
         assert server.stats()["clients"] == 1
 
 
