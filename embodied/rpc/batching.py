@@ -10,6 +10,7 @@ The loop thread fills batches; workers take them. One lock guards both.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from embodied.rpc import wire
 from embodied.rpc.methods import Method
 from embodied.rpc.server import Server
 from embodied.rpc.session import Session
+
+MAX_SHAPES = 16  # Kinds of rows for which buffers are kept.
+MAX_SPARE = 4  # Buffers that are kept for each.
 
 
 class Row(NamedTuple):
@@ -34,29 +38,47 @@ class Row(NamedTuple):
     received: float
 
 
-class Batch:
-    """Rows of the same shape, in buffers that grow no further than `capacity`."""
+class Buffers:
+    """Columns of a batch: per array, [capacity, ...] and the same memory as bytes."""
 
-    def __init__(self, spec: wire.Spec, rows: int, capacity: int, deadline: float):
-        self.structure = row_structure(spec, rows)
-        self.capacity = capacity
-        self.deadline = deadline
-        self.rows = 0
-        self.calls: list[Row] = []
-        self.tickets: list[int] = []
-        self._columns: list[tuple[np.ndarray, memoryview, int]] = []
+    def __init__(self, spec: wire.Spec, rows: int, capacity: int):
+        self.arrays: list[np.ndarray] = []
+        self.views: list[tuple[memoryview, int]] = []
         for leaf in spec.leaves:
             nbytes = leaf.nbytes // (rows or 1)
             column: Any = np.empty(capacity * nbytes, np.uint8)
             shape = leaf.shape[1:] if rows else leaf.shape
-            typed = column.view(leaf.dtype).reshape(capacity, *shape)
-            self._columns.append((typed, memoryview(column), nbytes))
+            self.arrays.append(column.view(leaf.dtype).reshape(capacity, *shape))
+            self.views.append((memoryview(column), nbytes))
+            del column  # Else it would count as a reference below.
+        self._references = self._count()
+
+    def unused(self) -> bool:
+        """Whether nobody but this object refers to the memory any more."""
+        return self._count() == self._references
+
+    def _count(self) -> int:
+        # Slices that a function kept refer to the memory's owner, `base`.
+        return sum(sys.getrefcount(array.base) for array in self.arrays)
+
+
+class Batch:
+    """Rows of the same shape, no more than `capacity` of them."""
+
+    def __init__(self, key: tuple, structure: tuple, buffers: Buffers, deadline: float):
+        self.key = key
+        self.structure = structure
+        self.buffers = buffers
+        self.deadline = deadline
+        self.rows = 0
+        self.calls: list[Row] = []
+        self.tickets: list[int] = []
 
     def add(self, call: Row, spec: wire.Spec, source: Any, start: int) -> None:
         """Copies the rows of a call out of its frame or memory."""
         view = memoryview(source)
         count = call.rows or 1
-        for leaf, (_, column, nbytes) in zip(spec.leaves, self._columns):
+        for leaf, (column, nbytes) in zip(spec.leaves, self.buffers.views):
             if nbytes:
                 begin = start + leaf.offset
                 target = call.start * nbytes
@@ -68,7 +90,7 @@ class Batch:
 
     def arguments(self) -> tuple:
         """The batch as the arguments of its function, arrays [rows, ...]."""
-        arrays = [typed[: self.rows] for typed, _, _ in self._columns]
+        arrays = [array[: self.rows] for array in self.buffers.arrays]
         return wire.unflatten(self.structure, arrays, [])
 
 
@@ -93,6 +115,27 @@ class Batching:
         self.idle = workers
         self.filling: dict[tuple, Batch] = {}
         self.full: list[Batch] = []
+        self._spare: dict[tuple, list[Buffers]] = {}
+
+    def begin(self, key: tuple, spec: wire.Spec, rows: int) -> Batch:
+        """Starts to fill a batch."""
+        buffers = next((x for x in self._spare.get(key, ()) if x.unused()), None)
+        if buffers:
+            self._spare[key].remove(buffers)
+        else:
+            buffers = Buffers(spec, rows, self.limit)
+        deadline = time.monotonic() + self.timeout
+        batch = Batch(key, row_structure(spec, rows), buffers, deadline)
+        self.filling[key] = batch
+        return batch
+
+    def end(self, batch: Batch) -> None:
+        """Keeps the buffers of a batch for another one, which saves page faults."""
+        if len(self._spare) >= MAX_SHAPES:
+            self._spare.clear()
+        spare = self._spare.setdefault(batch.key, [])
+        if len(spare) < MAX_SPARE:
+            spare.append(batch.buffers)
 
     def due(self, now: float) -> float | None:
         """When the next batch has waited long enough.
@@ -196,13 +239,11 @@ class BatchServer(Server):
         with self._batch_lock:
             key = (row_structure(spec, rows), group)
             batch = batching.filling.get(key)
-            if batch and batch.rows + count > batch.capacity:
+            if batch and batch.rows + count > batching.limit:
                 batching.full.append(batching.filling.pop(key))
                 batch = None
             if batch is None:
-                deadline = time.monotonic() + batching.timeout
-                batch = Batch(spec, rows, batching.limit, deadline)
-                batching.filling[key] = batch
+                batch = batching.begin(key, spec, rows)
             now = time.perf_counter()
             row = Row(session, message.seq, batch.rows, rows, reply_memory, now)
             batch.add(row, spec, source, start)
@@ -253,6 +294,7 @@ class BatchServer(Server):
         after, info = self._work_batch(method, batch)
         with self._batch_lock:
             method.batching.idle += 1
+            method.batching.end(batch)
             self._dispatch(method)
         if batch.tickets:
             self._post.put(batch.tickets[0], after, info)

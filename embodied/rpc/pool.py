@@ -6,6 +6,7 @@ run one after the other, in the order they came, however many workers there are.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 STOP = None
+
+log = logging.getLogger("embodied.rpc")
 
 
 class Pool:
@@ -68,7 +71,12 @@ class Pool:
     def _work(self) -> None:
         while (entry := self._jobs.get()) is not STOP:
             job, queues = entry
-            self._run(job)
+            try:
+                self._run(job)
+            except Exception:
+                # Errors of bound functions are answered; this is one of ours, and
+                # the thread is needed for the next job.
+                log.exception("A worker failed at %s.", type(job).__name__)
             if queues is not None:
                 self._next(queues)
             # Nothing of a call, such as its client's memory, outlives it here.

@@ -275,6 +275,13 @@ class Server:
         except wire.WireError as error:
             self._statistics.reject("undecodable", str(error))
             return
+        try:
+            self._message(client, message)
+        except Exception:
+            # A mistake of ours that one message brought out must not end the others.
+            self._statistics.reject("internal", traceback.format_exc())
+
+    def _message(self, client: bytes, message: wire.Message) -> None:
         if message.kind == wire.HELLO:
             self._hello(client, message)
             return

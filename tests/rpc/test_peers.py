@@ -400,3 +400,31 @@ def test_unauthenticated_bytes_never_reach_the_decoder(server, good):
     assert "undecodable" not in server.rejected
     context.destroy(linger=0)
     assert auth.ZAP_ENDPOINT.startswith("inproc://")
+
+
+def test_rows_that_a_function_keeps_are_not_written_over():
+    """Buffers of batches are used again, but not while somebody refers to them."""
+    kept = []
+
+    def keep(x):
+        kept.append(x["x"][:1] if len(kept) % 2 else x)
+        return {"y": x["x"].sum(-1)}
+
+    server = BatchServer(free_port(), keys=KEYS)
+    server.bind("keep", keep, batch=1)
+    server.bind("drop", lambda x: x, batch=1)
+    with server, Client(port_of(server), keys=KEYS) as client:
+        for number in range(50):
+            assert client.keep({"x": np.full(3, number)}).result(10)["y"] == 3 * number
+            assert client.drop({"x": np.full(3, -1)}).result(10)["x"][0] == -1
+    values = [x["x"] if isinstance(x, dict) else x for x in kept]
+    assert [int(x[0, 0]) for x in values] == list(range(50))
+
+
+def test_a_mistake_of_the_server_itself_does_not_end_it(server, good, monkeypatch):
+    good.connect(10)
+    with Peer(server) as peer:
+        with monkeypatch.context() as patch:
+            patch.setattr(server, "_call", lambda *args: 1 / 0)
+            peer.send_tree(wire.CALL, (1,), seq=0, method="echo")
+            wait_for(lambda: server.rejected.get("internal") == 1)
