@@ -1,0 +1,238 @@
+"""Chunks: the memory of all steps, and which chunk follows which. Replay's process.
+
+Every key has one array whose rows are the steps. Chunk n is the rows from n · size on;
+it belongs to one stream and is filled from its start. A full chunk may have a follower,
+in which the stream goes on. Rows of a released chunk are used again, under a new id.
+
+    rows     | chunk 0  | chunk 1  | chunk 2  | chunk 3  |
+    stream A   . . . ────────────────▶ . . _
+    stream B              . . . ────────────────▶ . _ _
+
+The steps of a chunk also stand for the sequences that begin there, in this order:
+`dead` of them are evicted, then come those that can be sampled, up to `born`, and then
+steps that have too few successors yet, up to `filled`.
+
+Nothing here locks; the module `buffer` says which lock guards what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+
+from embodied.replay.fields import STEPID_BYTES, Schema
+
+ID_BYTES = 16
+# Copies are faster in large pages. For keys of a few bytes these would waste too much.
+_HUGE_ROW_BYTES = 16
+# From the start of a page to the first row. Large NumPy arrays begin 16 bytes into a
+# page. Copying a row of whole pages from a page's start to there takes three times as
+# long as from anywhere else: the CPU mistakes reads for those of bytes just written.
+_OFFSET = 1024
+
+
+class Chunks:
+    """All chunks of a buffer, as arrays over chunks and over rows.
+
+    Args:
+      schema: of the steps.
+      size: steps in a chunk.
+      amount: number of chunks. Memory is taken when it is first written to.
+      priorities: whether steps have priorities.
+    """
+
+    def __init__(self, schema: Schema, size: int, amount: int, priorities: bool):
+        self.schema = schema
+        self.size = size
+        self.amount = amount
+        rows = size * amount
+        self.arrays = {
+            key: lazy_array((rows, *codec.shape), codec.dtype)
+            for key, codec in schema.codecs.items()
+        }
+        # Whether the episode ends here without the environment having said so.
+        self.abandoned = lazy_array((rows,), np.dtype(bool))
+        # NaN as long as training has not given one.
+        self.priorities = (
+            lazy_array((rows,), np.dtype(np.float32)) if priorities else None
+        )
+        self.ids = np.zeros((amount, ID_BYTES), np.uint8)
+        self.used = np.zeros(amount, bool)
+        self.open = np.zeros(amount, bool)  # A worker adds to it.
+        self.ended = np.zeros(amount, bool)  # No sequence will be born any more.
+        self.filled = np.zeros(amount, np.int32)
+        self.born = np.zeros(amount, np.int32)
+        self.dead = np.zeros(amount, np.int32)
+        self.pins = np.zeros(amount, np.int32)  # Readers and writers of its rows.
+        self.following = np.zeros(amount, np.int32)
+        self.preceding = np.zeros(amount, np.int32)
+        self.generation = np.zeros(amount, np.int64)  # Counts the uses of the rows.
+        self.refreshed = np.zeros(amount, np.int64)  # Number of the last update.
+        self.first_insert = np.zeros(amount, np.int64)  # Steps in all before the first
+        self.last_insert = np.zeros(amount, np.int64)  # and up to the last one here.
+        self._numbers: dict[bytes, int] = {}  # By id.
+        self._released: list[int] = []  # Preferred, since their memory is there.
+        self._untouched = 0  # Chunks from here on have never been used.
+
+    @property
+    def free(self) -> int:
+        """How many chunks can be allocated."""
+        return len(self._released) + self.amount - self._untouched
+
+    def numbers(self) -> np.ndarray:
+        """Returns the numbers [n] of all chunks that are in use."""
+        return np.flatnonzero(self.used[: self._untouched])
+
+    def find(self, identity: bytes) -> int:
+        """Returns the number of a chunk, or -1 where it is gone."""
+        return self._numbers.get(identity, -1)
+
+    def allocate(self, preceding: int, identity: bytes = b"", number: int = -1) -> int:
+        """Takes a free chunk into use.
+
+        Args:
+          preceding: the full chunk that it follows, or -1.
+          identity: its id; by default a new one.
+          number: which one to take, if that is free.
+
+        Returns:
+          Its number.
+        """
+        number = self._take(number)
+        identity = identity or os.urandom(ID_BYTES)
+        self._numbers[identity] = number
+        self.ids[number] = np.frombuffer(identity, np.uint8)
+        self.used[number] = True
+        for flags in (self.open, self.ended):
+            flags[number] = False
+        for counts in (self.filled, self.born, self.dead, self.refreshed):
+            counts[number] = 0
+        self.generation[number] += 1
+        self.following[number] = -1
+        self.preceding[number] = preceding
+        if preceding >= 0:
+            self.following[preceding] = number
+        rows = self.rows(number)
+        self.abandoned[rows] = False
+        if self.priorities is not None:
+            self.priorities[rows] = np.nan
+        return number
+
+    def releasable(self, number: int) -> bool:
+        """Whether no sequence, worker, reader or writer needs the chunk."""
+        return bool(self._unneeded(number) and not self.pins[number])
+
+    def any_blocked(self) -> bool:
+        """Whether a reader or writer is all that keeps some chunk from release."""
+        numbers = np.flatnonzero(self.pins[: self._untouched])
+        return bool(self._unneeded(numbers).any())
+
+    def release(self, number: int) -> int:
+        """Gives a chunk back; returns the one that followed it, or -1."""
+        del self._numbers[self.ids[number].tobytes()]
+        self.used[number] = False
+        self._released.append(number)
+        following = int(self.following[number])
+        if following >= 0:
+            self.preceding[following] = -1
+        return following
+
+    def rows(self, number: int, start: int = 0, stop: int | None = None) -> slice:
+        """Returns the rows of the steps from `start` to `stop` of a chunk."""
+        base = number * self.size
+        return slice(base + start, base + (self.size if stop is None else stop))
+
+    def expand(self, slots: np.ndarray, length: int) -> np.ndarray:
+        """Returns the rows [n, length] of the sequences that begin at rows [n]."""
+        steps = np.arange(length)
+        rows = slots[:, None] + steps
+        offsets = slots % self.size
+        crossing = np.flatnonzero(offsets + length > self.size)
+        if len(crossing):
+            index = offsets[crossing, None] + steps
+            chunk = np.repeat(slots[crossing, None] // self.size, length, 1)
+            while (over := index >= self.size).any():
+                chunk[over] = self.following[chunk[over]]
+                index[over] -= self.size
+            rows[crossing] = chunk * self.size + index
+        return rows
+
+    def write_stepids(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """Writes the ids of the steps at rows [...] into `out` [..., 20] uint8."""
+        chunk, index = np.divmod(rows, self.size)
+        out[..., :ID_BYTES] = self.ids[chunk]
+        index = index.astype(">u4")[..., None]
+        out[..., ID_BYTES:] = index.view(np.uint8)
+
+    def locate(self, stepids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Finds steps by id.
+
+        Args:
+          stepids: [n, 20] uint8. Neighbours that share a chunk are looked up at once.
+
+        Returns:
+          The rows [m] of those that are there, and which these are: [n] bool.
+        """
+        if not len(stepids):
+            return np.zeros(0, np.int64), np.zeros(0, bool)
+        keys = np.ascontiguousarray(stepids[:, :ID_BYTES])
+        index = np.ascontiguousarray(stepids[:, ID_BYTES:STEPID_BYTES])
+        index = index.view(">u4")[:, 0].astype(np.int64)
+        halves = keys.view(np.uint64)
+        changes = (halves[1:] != halves[:-1]).any(1)
+        starts = np.concatenate([[0], np.flatnonzero(changes) + 1])
+        found = [self.find(keys[start].tobytes()) for start in starts.tolist()]
+        chunk = np.repeat(found, np.diff(starts, append=len(keys)))
+        present = (chunk >= 0) & (index < self.filled[chunk])
+        return chunk[present] * self.size + index[present], present
+
+    def _unneeded(self, numbers: Any) -> Any:
+        """Whether no sequence and no worker needs the chunk, or each of several."""
+        finished = self.ended[numbers] | (self.born[numbers] == self.size)
+        return (
+            self.used[numbers]
+            & ~self.open[numbers]
+            & (self.preceding[numbers] < 0)
+            & (self.dead[numbers] == self.born[numbers])
+            & finished
+        )
+
+    def _take(self, number: int) -> int:
+        if self._untouched <= number < self.amount:
+            self._released += range(self._untouched, number)
+            self._untouched = number + 1
+            return number
+        if number >= 0 and number in self._released:
+            self._released.remove(number)
+            return number
+        if self._released:
+            return self._released.pop()
+        self._untouched += 1
+        return self._untouched - 1
+
+
+def lazy_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns zeros whose memory is taken, page by page, when it is written to."""
+    dtype = np.dtype(dtype)
+    row_bytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+    nbytes = shape[0] * row_bytes
+    if not nbytes:
+        return np.zeros(shape, dtype)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        memory = mmap.mmap(-1, _OFFSET + nbytes, flags=private)
+    except OSError as error:
+        raise MemoryError(
+            f"The system refused {nbytes / 1e9:.1f} GB for replay: {error}. Lower the "
+            "capacity or the bytes of the replay buffer."
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        large = row_bytes >= _HUGE_ROW_BYTES
+        with contextlib.suppress(OSError):  # Kernels may have been built without.
+            memory.madvise(mmap.MADV_HUGEPAGE if large else mmap.MADV_NOHUGEPAGE)
+    count = nbytes // dtype.itemsize
+    return np.frombuffer(memory, dtype, count, _OFFSET).reshape(shape)

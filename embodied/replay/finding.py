@@ -1,0 +1,221 @@
+"""Finds saved chunks: those that a save lists, or all in a folder. Replay's process."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from embodied.base import Tree
+from embodied.checkpoint import CheckpointError
+from embodied.replay.counters import NAMES
+from embodied.replay.durable import STEPS, ChunkFolder, Piece
+from embodied.replay.fields import Schema
+from embodied.replay.listing import FORMAT, files_of, unpack_order
+
+logger = logging.getLogger("embodied.replay")
+
+
+@dataclasses.dataclass
+class SavedChunk:
+    """A chunk on disk.
+
+    Args:
+      identity: its id.
+      previous: the id of the chunk that it follows, or empty.
+      number: where it was in memory, or -1.
+      evicted: how many of its first items had been evicted.
+      first, last: steps inserted in all before its first one, and up to its last.
+      ages: [steps] float64. They sort the steps of all chunks by their insertion.
+      pieces: its files.
+    """
+
+    identity: bytes
+    previous: bytes
+    number: int
+    evicted: int
+    first: int
+    last: int
+    ages: np.ndarray
+    pieces: list[Piece]
+
+
+@dataclasses.dataclass
+class Found:
+    """All that was found, the oldest chunk first."""
+
+    chunks: list[SavedChunk]
+    schema: Schema | None
+    chunksize: int
+    save: int
+    counters: dict[str, int]
+    selector: Tree = None
+    items: int = 0
+
+
+def find(data: Tree, folder: ChunkFolder | None, context: int) -> Found:
+    """Returns what a save lists or, without `data`, what the folder holds."""
+    found = None if data is None else find_saved(data, context)
+    if found is not None and (folder is not None or not found.chunks):
+        return found
+    if folder is None:
+        raise ValueError(
+            "Expected a directory to load from, as this buffer has none of its own."
+        )
+    return scan_folder(folder, context)
+
+
+def find_saved(data: Tree, context: int) -> Found:
+    """Returns what a save lists.
+
+    Raises:
+      CheckpointError: it is no save that this version can read.
+    """
+    try:
+        if data["format"] != FORMAT:
+            raise ValueError(f"expected format {FORMAT}, got {data['format']!r:.50}")
+        counters = {name: int(data["counters"][name]) for name in NAMES}
+        if "chunks" not in data:
+            return Found([], None, 0, int(data["save"]), counters)
+        order = unpack_order(data["order"])
+        ages = _ages_of(order, data["chunks"])
+        pieces: dict[bytes, list[Piece]] = collections.defaultdict(list)
+        for identity, piece in files_of(data):
+            pieces[identity].append(piece)
+        chunks = _saved_chunks(data["chunks"], ages, pieces)
+        return Found(
+            sorted(chunks, key=lambda chunk: chunk.first),
+            Schema.from_json(data["fields"], context),
+            int(data["chunksize"]),
+            int(data["save"]),
+            counters,
+            data["selector"],
+            len(order),
+        )
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        zstandard.ZstdError,
+    ) as error:
+        raise CheckpointError(
+            f"This is no saved replay that this version can read: {error!r}. Load it "
+            "with the version that wrote it."
+        ) from error
+
+
+def scan_folder(folder: ChunkFolder, context: int) -> Found:
+    """Returns all that a directory holds, without the list that a save returned.
+
+    The newest file says what a step holds; chunks that differ are left out.
+    """
+    chunks: list[tuple[SavedChunk, Any, int]] = []
+    save = 0
+    for identity, pieces in folder.scan().items():
+        save = max(save, *(piece.save for piece in pieces))
+        headers = [
+            header
+            for piece in pieces
+            if piece.kind == STEPS and (header := _header(folder, identity, piece))
+        ]
+        if headers:
+            chunk = _scanned_chunk(identity, pieces, headers)
+            chunks.append((chunk, headers[0]["fields"], headers[0]["chunksize"]))
+    counters = dict.fromkeys(NAMES, 0)
+    if not chunks:
+        return Found([], None, 0, save, counters)
+    chunks.sort(key=lambda entry: entry[0].first)
+    newest, fields, chunksize = max(chunks, key=lambda entry: entry[0].last)
+    counters["inserts"] = newest.last
+    same = []
+    for chunk, *others in chunks:
+        if others == [fields, chunksize]:
+            same.append(chunk)
+        else:
+            logger.warning(
+                "Leaving out chunk %s, whose steps differ from those saved last.",
+                chunk.identity.hex(),
+            )
+    schema = Schema.from_json(fields, context)
+    return Found(same, schema, chunksize, save, counters)
+
+
+def _ages_of(order: np.ndarray, table: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Returns for each chunk [steps]: when each step's item was completed.
+
+    `order` has the chunk of each item, from the oldest to the newest; in a chunk, items
+    begin one step after the other. Steps without an item yet come last.
+    """
+    amount = len(table["steps"])
+    ranks = np.split(
+        np.argsort(order, kind="stable"),
+        np.cumsum(np.bincount(order, minlength=amount))[:-1],
+    )
+    ages = []
+    for steps, evicted, first, rank in zip(
+        table["steps"].tolist(),
+        table["evicted"].tolist(),
+        table["first"].tolist(),
+        ranks,
+    ):
+        age = len(order) + first + np.arange(steps, dtype=np.float64)
+        age[evicted : evicted + len(rank)] = rank
+        ages.append(age)
+    return ages
+
+
+def _saved_chunks(
+    table: dict[str, np.ndarray],
+    ages: list[np.ndarray],
+    pieces: dict[bytes, list[Piece]],
+) -> list[SavedChunk]:
+    identities = [identity.tobytes() for identity in table["id"]]
+    names = ("previous", "number", "evicted", "first", "last")
+    return [
+        SavedChunk(
+            identity,
+            identities[previous] if previous >= 0 else b"",
+            number,
+            evicted,
+            first,
+            last,
+            age,
+            pieces[identity],
+        )
+        for identity, age, (previous, number, evicted, first, last) in zip(
+            identities, ages, zip(*(table[name].tolist() for name in names))
+        )
+    ]
+
+
+def _scanned_chunk(
+    identity: bytes, pieces: list[Piece], headers: list[dict[str, Any]]
+) -> SavedChunk:
+    steps = max(piece.stop for piece in pieces)
+    first, last = headers[0]["first"], max(header["last"] for header in headers)
+    # When between the two each step came is not known.
+    ages = np.linspace(first, last, steps)
+    previous = bytes.fromhex(headers[0]["previous"])
+    return SavedChunk(identity, previous, -1, 0, first, last, ages, pieces)
+
+
+def _header(
+    folder: ChunkFolder, identity: bytes, piece: Piece
+) -> dict[str, Any] | None:
+    try:
+        header = folder.metadata(identity, piece)
+        kinds = {"previous": str, "first": int, "last": int, "chunksize": int}
+        wrong = [
+            key for key, kind in kinds.items() if type(header.get(key)) is not kind
+        ]
+        if wrong or header.get("format") != FORMAT or "fields" not in header:
+            raise CheckpointError(f"{piece.path(identity)} is of another version.")
+        return header
+    except CheckpointError as error:
+        logger.warning("Leaving out a file of replay: %s", error)
+        return None

@@ -1,0 +1,257 @@
+"""Which steps belong to which worker, and which sequences there are. Replay's process.
+
+An item is a sequence that can be sampled. It is known by its slot: the row of its
+first step. Items are evicted in the order in which they were completed.
+
+Every method is called with the index lock held; see the module `buffer`.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+
+import numpy as np
+
+from embodied.replay.chunk import Chunks
+from embodied.replay.counters import Counters
+from embodied.replay.durable import ChunkFiles
+from embodied.replay.fields import Schema
+from embodied.replay.memory import INDEX_BYTES, chunks_per_worker, make_plan
+from embodied.replay.selector import Selector
+from embodied.replay.settings import Settings
+from embodied.replay.tables import Items, Streams
+
+STATE = ("items", "steps", "chunks", "streams", "bytes", "online_queue")
+RELEASE_SECONDS = 600.0  # How long an insert waits for readers of evicted steps.
+ONLINE_LIMIT = 1024  # Sequences in the online queue.
+_EVICT_AT_ONCE = 32
+_SPARE_ITEMS = 1024  # New items are there for a moment before old ones go.
+
+
+class Index:
+    """Chunks, streams and items of a buffer.
+
+    Args:
+      schema: of the steps.
+      settings: of the buffer.
+      selector: holds the slots of all items.
+      changed: condition over the index lock; told when a chunk is released.
+      counters: of inserts, evictions and sequences dropped from the online queue.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        settings: Settings,
+        selector: Selector,
+        changed: threading.Condition,
+        counters: Counters,
+    ):
+        plan = make_plan(settings, schema.step_bytes)
+        self.schema = schema
+        self.capacity = plan.capacity
+        self.length = settings.length
+        self.selector = selector
+        self.chunks = Chunks(
+            schema, plan.chunksize, plan.chunks, selector.uses_priorities
+        )
+        self.items = Items(plan.capacity + _SPARE_ITEMS)
+        self.streams = Streams()
+        self.files: dict[int, ChunkFiles] = {}  # What is on disk, by chunk number.
+        self.counters = counters
+        self.updates = 0  # Numbers them, to know which latents are on disk.
+        self.online_queue: collections.deque[tuple[int, int]] = collections.deque()
+        self._online = settings.online
+        self._changed = changed
+
+    def state(self) -> dict[str, int]:
+        """Returns how much of what there is."""
+        numbers = self.chunks.numbers()
+        step_bytes = self.schema.step_bytes + INDEX_BYTES
+        values = (
+            len(self.items),
+            int(self.chunks.filled[numbers].sum()),
+            len(numbers),
+            len(self.streams),
+            len(numbers) * self.chunks.size * step_bytes,
+            len(self.online_queue),
+        )
+        return dict(zip(STATE, values))
+
+    def reserve(self, streams: np.ndarray, firsts: np.ndarray | None) -> np.ndarray:
+        """Returns the rows [n] for one more step of each of n different streams.
+
+        Evicts items, and waits for readers of evicted ones, where a new chunk is
+        needed and none is free.
+
+        Args:
+          streams: [n].
+          firsts: [n] bool, whether an episode begins; None where steps do not say.
+        """
+        state, size = self.streams, self.chunks.size
+        if firsts is not None and firsts.any():
+            # Not later: the chunk with the last step may be gone then.
+            self.mark_abandoned(state.last[streams[firsts]])
+        full = (state.chunk[streams] < 0) | (state.index[streams] == size)
+        if full.any():
+            for stream in streams[full].tolist():
+                self._begin_chunk(stream)
+        return state.chunk[streams] * size + state.index[streams]
+
+    def publish(self, streams: np.ndarray, rows: np.ndarray) -> None:
+        """Makes steps that have been written at reserved rows part of their streams."""
+        state, chunks = self.streams, self.chunks
+        self.counters.add(inserts=len(rows))
+        chunk = state.chunk[streams]
+        chunks.filled[chunk] += 1
+        chunks.last_insert[chunk] = self.counters.total("inserts")
+        state.index[streams] += 1
+        state.count[streams] += 1
+        state.last[streams] = rows
+        state.cut[streams] = 0
+        ready = streams[state.count[streams] >= self.length]
+        if len(ready):
+            self._complete(ready)
+        if (surplus := len(self.items) - self.capacity) > 0:
+            self.evict(surplus)
+
+    def abandon(self, worker: int) -> None:
+        """Ends the worker's episode; its next step begins another."""
+        stream = self.streams.get(worker)
+        if stream >= 0:
+            self.mark_abandoned(self.streams.last[[stream]])
+            self.streams.cut[stream] = 1
+
+    def mark_abandoned(self, rows: np.ndarray) -> None:
+        """Ends episodes at rows [n] unless they have ended; -1 is no row."""
+        rows = rows[rows >= 0]
+        ends = self.chunks.arrays.get("is_last")
+        self.chunks.abandoned[rows] = True if ends is None else ~ends[rows].astype(bool)
+
+    def evict(self, amount: int) -> None:
+        """Drops the oldest items, and chunks that no item needs any more."""
+        slots = self.items.oldest(amount)
+        self.items.drop(amount)
+        self.selector.remove(slots)
+        self.counters.add(evicted=amount)
+        chunk = slots // self.chunks.size
+        np.add.at(self.chunks.dead, chunk, 1)
+        done = chunk[self.chunks.dead[chunk] == self.chunks.born[chunk]]
+        for number in np.unique(done).tolist():
+            self.release(number)
+
+    def release(self, number: int) -> None:
+        """Releases a chunk and those behind it, as far as nobody needs them."""
+        while number >= 0 and self.chunks.releasable(number):
+            self.files.pop(number, None)
+            number = self.chunks.release(number)
+            self._changed.notify_all()
+
+    def draw(self, amount: int, mode: str) -> np.ndarray:
+        """Chooses the slots [amount] of a batch."""
+        peek = mode != "train"
+        fresh: list[int] = []
+        while not peek and self.online_queue and len(fresh) < amount:
+            slot, generation = self.online_queue.popleft()
+            number, offset = divmod(slot, self.chunks.size)
+            same = self.chunks.generation[number] == generation
+            if same and self.chunks.used[number] and offset >= self.chunks.dead[number]:
+                fresh.append(slot)
+        drawn = self.selector.sample(amount - len(fresh), peek)
+        return np.concatenate([np.array(fresh, np.int64), drawn]) if fresh else drawn
+
+    def pin(self, chunks: np.ndarray) -> None:
+        """Keeps chunks [n], and those behind them, from being used again."""
+        np.add.at(self.chunks.pins, chunks, 1)
+
+    def unpin(self, chunks: np.ndarray) -> None:
+        """Undoes `pin`, and releases what has been evicted in the meantime."""
+        np.subtract.at(self.chunks.pins, chunks, 1)
+        for number in chunks[self.chunks.dead[chunks] == self.chunks.born[chunks]]:
+            self.release(int(number))
+
+    def prioritize(self, rows: np.ndarray, priorities: np.ndarray) -> None:
+        """Sets priorities [n] of steps, and so of all items that hold one of them."""
+        steps = self.chunks.priorities
+        if steps is None or not len(rows):
+            return
+        steps[rows] = priorities
+        slots = self._items_around(np.unique(rows))
+        self.selector.prioritize(slots, steps[self.chunks.expand(slots, self.length)])
+
+    def _items_around(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the slots [n] of items that hold one of the steps at sorted rows."""
+        chunks, size = self.chunks, self.chunks.size
+        breaks = np.flatnonzero((np.diff(rows) > 1) | (np.diff(rows // size) > 0))
+        firsts = rows[np.concatenate([[0], breaks + 1])]
+        lasts = rows[np.concatenate([breaks, [len(rows) - 1]])]
+        parts = []
+        for first, last in zip(firsts.tolist(), lasts.tolist()):
+            number, end = last // size, last % size + 1
+            start = first % size - self.length + 1
+            while number >= 0 and end > start:
+                low = max(start, int(chunks.dead[number]))
+                high = min(end, int(chunks.born[number]))
+                parts.append(number * size + np.arange(low, max(low, high)))
+                number, end, start = int(chunks.preceding[number]), size, start + size
+        return np.unique(np.concatenate(parts))
+
+    def check_workers(self, workers: list[int]) -> None:
+        """Raises ValueError if there is no memory for so many streams."""
+        total = len(self.streams) + self.streams.missing(workers)
+        each = chunks_per_worker(self.length, self.chunks.size)
+        if total * each >= self.chunks.amount:
+            raise ValueError(
+                f"Replay has memory for {self.chunks.amount} chunks of "
+                f"{self.chunks.size} steps, and each of {total} workers needs {each} "
+                "of them for itself. Raise bytes, or lower chunksize, the length of "
+                "sequences or the number of environments."
+            )
+
+    def _begin_chunk(self, stream: int) -> None:
+        state, chunks = self.streams, self.chunks
+        while not chunks.free:
+            # What is being read comes free soon, so nothing else is given up for it.
+            if len(self.items) and not chunks.any_blocked():
+                self.evict(min(_EVICT_AT_ONCE, 1 + len(self.items) // 16))
+            elif not self._changed.wait(RELEASE_SECONDS):
+                raise RuntimeError(
+                    "Replay found no room for a new chunk: evicted steps have been "
+                    f"read or saved for more than {RELEASE_SECONDS:.0f} seconds."
+                )
+        previous = int(state.chunk[stream])
+        number = chunks.allocate(previous)
+        chunks.open[number] = True
+        inserts = self.counters.total("inserts")
+        chunks.first_insert[number] = chunks.last_insert[number] = inserts
+        if previous < 0 or state.start_index[stream] == chunks.size:
+            state.start_chunk[stream], state.start_index[stream] = number, 0
+        state.chunk[stream], state.index[stream] = number, 0
+        if previous >= 0:
+            chunks.open[previous] = False
+            self.release(previous)
+
+    def _complete(self, streams: np.ndarray) -> None:
+        """Adds the item that the last step of each stream has completed."""
+        state, chunks = self.streams, self.chunks
+        chunk, index = state.start_chunk[streams], state.start_index[streams]
+        slots = chunk * chunks.size + index
+        chunks.born[chunk] += 1
+        index += 1
+        # A chunk without a follower is still written to; it comes in _begin_chunk.
+        moves = (index == chunks.size) & (chunks.following[chunk] >= 0)
+        state.start_chunk[streams] = np.where(moves, chunks.following[chunk], chunk)
+        state.start_index[streams] = np.where(moves, 0, index)
+        self.items.append(slots)
+        self.selector.insert(slots)
+        if self._online:
+            begins = (state.count[streams] - self.length) % self.length == 0
+            self._enqueue(slots[begins], chunk[begins])
+
+    def _enqueue(self, slots: np.ndarray, chunks: np.ndarray) -> None:
+        generations = self.chunks.generation[chunks]
+        self.online_queue.extend(zip(slots.tolist(), generations.tolist()))
+        while len(self.online_queue) > ONLINE_LIMIT:
+            self.online_queue.popleft()
+            self.counters.add(online_dropped=1)

@@ -1,0 +1,259 @@
+"""Puts saved steps back into memory. Replay's process; nobody else has the index yet.
+
+Chunks of the buffer's own directory are adopted: they keep their id, their files and,
+if possible, their number. What comes from another directory, was cut into chunks of
+another size, or lies behind a gap is imported: copied into new chunks, which the next
+save writes. Every stream ends where it was saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from embodied.replay.durable import LATENTS, STEPS, ChunkFiles, ChunkFolder
+from embodied.replay.finding import Found, SavedChunk
+from embodied.replay.index import Index
+from embodied.replay.listing import PRIORITIES
+from embodied.replay.memory import chunks_per_worker
+from embodied.replay.reading import Run, read_chunks
+
+logger = logging.getLogger("embodied.replay")
+
+_REPORT_SECONDS = 10.0
+_PRIORITIZE_AT_ONCE = 4096
+
+
+def restore(
+    index: Index,
+    folder: ChunkFolder,
+    found: Found,
+    own: bool,
+    amount: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[np.ndarray, bool]:
+    """Reads what was found into an empty index.
+
+    Args:
+      index: to fill. Its selector is left alone.
+      folder: where the files are.
+      found: what to read.
+      own: whether the folder is the one that the buffer saves to.
+      amount: number of the newest steps to keep; None for all that fit.
+      progress: called with the chunks done and their number.
+
+    Returns:
+      The slots of all items, the oldest first, and whether they are the same as when
+      they were saved.
+    """
+    adopt = own and found.chunksize == index.chunks.size
+    chunks = _newest(index, found, adopt, amount)
+    restorer = Restorer(index, adopt, found.chunksize)
+    report = time.monotonic() + _REPORT_SECONDS
+    for done, (chunk, runs) in enumerate(
+        read_chunks(folder, chunks, index.schema), start=1
+    ):
+        restorer.place(chunk, runs)
+        if progress is not None:
+            progress(done, len(chunks))
+        elif time.monotonic() > report:
+            report = time.monotonic() + _REPORT_SECONDS
+            logger.info("Loading replay: %d of %d chunks.", done, len(chunks))
+    slots = restorer.finish(amount)
+    same = restorer.same and len(chunks) == len(found.chunks)
+    return slots, same and len(slots) == found.items
+
+
+def fill_selector(index: Index, slots: np.ndarray) -> None:
+    """Makes slots [n] items, and hands them and their priorities to the selector.
+
+    Chunks without items are released. The index lock is held.
+    """
+    index.items.append(slots)
+    for number in index.chunks.numbers().tolist():
+        index.release(number)
+    index.selector.insert(slots)
+    steps = index.chunks.priorities
+    if steps is None:
+        return
+    for start in range(0, len(slots), _PRIORITIZE_AT_ONCE):
+        part = slots[start : start + _PRIORITIZE_AT_ONCE]
+        priorities = steps[index.chunks.expand(part, index.length)]
+        known = np.isfinite(priorities).any(1)
+        index.selector.prioritize(part[known], priorities[known])
+
+
+class Restorer:
+    """Places chunks, from the oldest to the newest, and then finds the items.
+
+    Args:
+      index: to fill.
+      adopt: whether chunks may keep their identity.
+      chunksize: steps in a full chunk, as it was saved.
+    """
+
+    def __init__(self, index: Index, adopt: bool, chunksize: int):
+        self.same = adopt  # Whether all is as it was when saved.
+        self._index = index
+        self._chunks = index.chunks
+        self._adopt = adopt
+        self._chunksize = chunksize
+        self._ages: dict[int, np.ndarray] = {}  # By chunk number: [filled] float64.
+        # By id of a saved chunk that was placed to its end: where that end is now.
+        self._ends: dict[bytes, int] = {}
+
+    def place(self, chunk: SavedChunk, runs: list[Run]) -> None:
+        """Copies the steps of a chunk into memory."""
+        self.same &= [(x.start, x.stop) for x in runs] == [(0, len(chunk.ages))]
+        for run in runs:
+            before = self._ends.get(chunk.previous, -1) if run.start == 0 else -1
+            whole = run.stop == self._chunksize
+            if self._adopt and run.start == 0:
+                end = self._place_as_it_was(chunk, run, before)
+            else:
+                end = self._place_anew(chunk, run, before)
+                # Only a full chunk can have a follower that keeps its identity.
+                whole &= not self._adopt
+            if whole:
+                self._ends[chunk.identity] = end
+
+    def finish(self, amount: int | None) -> np.ndarray:
+        """Returns the slots [n] of all items, the oldest first."""
+        chunks = self._chunks
+        if amount is not None:
+            self._forget_older(amount)
+        numbers = list(self._ages)
+        for number in numbers:
+            if chunks.preceding[number] < 0:
+                self._finish_stream(number)
+        slots, ages = [np.zeros(0, np.int64)], [np.zeros(0)]
+        for number in numbers:
+            alive = slice(int(chunks.dead[number]), int(chunks.born[number]))
+            slots.append(number * chunks.size + np.arange(alive.start, alive.stop))
+            ages.append(self._ages[number][alive])
+        order = np.argsort(np.concatenate(ages), kind="stable")
+        return np.concatenate(slots)[order]
+
+    def _place_as_it_was(self, chunk: SavedChunk, run: Run, before: int) -> int:
+        chunks = self._chunks
+        number = chunks.allocate(before, chunk.identity, chunk.number)
+        self.same &= number == chunk.number
+        self._write(number, run, 0, run.stop, chunk)
+        chunks.dead[number] = min(chunk.evicted, run.stop)
+        latents = [piece for piece in chunk.pieces if piece.kind == LATENTS]
+        read = [piece for piece in run.pieces if piece.kind == LATENTS]
+        self._index.files[number] = ChunkFiles(
+            [piece for piece in run.pieces if piece.kind == STEPS], read
+        )
+        if latents and not read:
+            self.same = False
+        return number
+
+    def _place_anew(self, chunk: SavedChunk, run: Run, before: int) -> int:
+        self.same = False
+        chunks = self._chunks
+        start, number = max(0, chunk.evicted - run.start), before
+        while start < run.stop - run.start:
+            if number < 0 or chunks.filled[number] == chunks.size:
+                if not chunks.free:
+                    logger.warning("No room for the rest of a chunk that has gaps.")
+                    return -1
+                number = chunks.allocate(number)
+            room = chunks.size - int(chunks.filled[number])
+            stop = min(start + room, run.stop - run.start)
+            self._write(number, run, start, stop, chunk)
+            start = stop
+        return number
+
+    def _write(
+        self, number: int, run: Run, start: int, stop: int, chunk: SavedChunk
+    ) -> None:
+        """Appends the steps from `start` to `stop` of a run to a chunk."""
+        chunks = self._chunks
+        filled = int(chunks.filled[number])
+        rows = chunks.rows(number, filled, filled + stop - start)
+        for key, array in chunks.arrays.items():
+            array[rows] = run.arrays[key][start:stop]
+        if chunks.priorities is not None and PRIORITIES in run.arrays:
+            chunks.priorities[rows] = run.arrays[PRIORITIES][start:stop]
+        chunks.filled[number] += stop - start
+        # At least: later chunks of a stream must have larger numbers.
+        if not filled:
+            chunks.first_insert[number] = chunk.first + run.start + start
+        ends = run.start + stop == len(chunk.ages)
+        last = chunk.last if ends else chunk.first + run.start + stop
+        chunks.last_insert[number] = last
+        ages = chunk.ages[run.start + start : run.start + stop]
+        self._ages[number] = np.concatenate([self._ages.get(number, ages[:0]), ages])
+
+    def _forget_older(self, amount: int) -> None:
+        """Lets only the newest steps begin a sequence."""
+        chunks = self._chunks
+        numbers = np.array(list(self._ages), np.int64)
+        alive = [int(chunks.dead[number]) for number in numbers]
+        ages = [self._ages[x][dead:] for x, dead in zip(numbers, alive)]
+        owners = np.repeat(numbers, [len(age) for age in ages])
+        surplus = len(owners) - amount
+        if surplus > 0:
+            order = np.argsort(np.concatenate(ages), kind="stable")
+            np.add.at(chunks.dead, owners[order[:surplus]], 1)
+            self.same = False
+
+    def _finish_stream(self, number: int) -> None:
+        """Counts the items in a chunk and those behind it, and ends the stream."""
+        chunks = self._chunks
+        stream = []
+        while number >= 0:
+            stream.append(number)
+            number = int(chunks.following[number])
+        left = sum(int(chunks.filled[x]) for x in stream) - self._index.length + 1
+        for number in stream:
+            born = min(max(0, left), int(chunks.filled[number]))
+            chunks.born[number] = born
+            chunks.dead[number] = min(int(chunks.dead[number]), born)
+            chunks.ended[number] = True
+            left -= int(chunks.filled[number])
+            self._mark_abandoned(number)
+
+    def _mark_abandoned(self, number: int) -> None:
+        chunks = self._chunks
+        filled = int(chunks.filled[number])
+        rows = np.arange(number * chunks.size, number * chunks.size + filled)
+        cut = np.zeros(filled, bool)
+        following = int(chunks.following[number])
+        if (firsts := chunks.arrays.get("is_first")) is not None:
+            cut[:-1] = firsts[rows[1:]]
+            cut[-1] = following < 0 or firsts[following * chunks.size]
+        else:
+            cut[-1] = following < 0
+        self._index.mark_abandoned(rows[cut])
+
+
+def _newest(
+    index: Index, found: Found, adopt: bool, amount: int | None
+) -> list[SavedChunk]:
+    """Returns the chunks to read: as many as are wanted and fit, the newest ones."""
+    size, length = index.chunks.size, index.length
+    wanted = index.capacity + (length - 1) * len(found.chunks)
+    if amount is not None:
+        wanted = min(wanted, amount)
+    room = index.chunks.amount - chunks_per_worker(length, size)
+    kept: list[SavedChunk] = []
+    for chunk in sorted(found.chunks, key=lambda chunk: -chunk.last):
+        steps = len(chunk.ages)
+        room -= 1 if adopt else -(-steps // size) + 1
+        if room < 0:
+            logger.warning(
+                "Replay has memory for the newest %d of %d saved chunks.",
+                len(kept),
+                len(found.chunks),
+            )
+            break
+        if wanted <= 0:
+            break
+        kept.append(chunk)
+        wanted -= steps - chunk.evicted
+    return sorted(kept, key=lambda chunk: chunk.first)

@@ -1,0 +1,50 @@
+"""The settings of a buffer, checked where they enter. Any process."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What `Replay` is told; see there.
+
+    Args:
+      name: for messages.
+      length: steps in a sequence.
+      capacity: items wanted; None for as many as fit.
+      bytes: memory to use, or 'auto' for a share of what is available.
+      chunksize: steps in a chunk at most.
+      context: steps at the start of a sequence whose latents are sampled.
+      online: whether there is an online queue.
+    """
+
+    name: str
+    length: int
+    capacity: float | None
+    bytes: float | Literal["auto"]
+    chunksize: int
+    context: int
+    online: bool
+
+    def __post_init__(self) -> None:
+        if operator.index(self.length) < 1:
+            raise ValueError(
+                f"Expected sequences of 1 step or more, got {self.length}."
+            )
+        if self.capacity is not None and not self.capacity >= 1:
+            raise ValueError(f"Expected capacity >= 1, got {self.capacity}.")
+        if operator.index(self.chunksize) < 1:
+            raise ValueError(f"Expected chunksize >= 1, got {self.chunksize}.")
+        if not 0 <= operator.index(self.context) <= self.length:
+            raise ValueError(
+                f"Expected a context from 0 to the length of sequences, {self.length}, "
+                f"got {self.context}."
+            )
+        number = isinstance(self.bytes, int | float) and self.bytes > 0
+        if self.bytes != "auto" and not number:
+            raise ValueError(
+                f"Expected bytes as a positive number or 'auto', got {self.bytes!r}."
+            )

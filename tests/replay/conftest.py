@@ -1,0 +1,30 @@
+"""Folders for the tests of replay."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+
+import pytest
+
+
+@pytest.fixture
+def memory_folder():
+    """Makes folders in memory where there is such a place: syncing is quick there."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return lambda: tempfile.TemporaryDirectory(dir=place)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MB."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, timeout=30)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if mounted.returncode:
+        pytest.skip(f"tmpfs cannot be mounted: {mounted.stderr.decode().strip()}")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True, timeout=30)

@@ -1,0 +1,673 @@
+"""What can be sampled, and with which contents."""
+
+from __future__ import annotations
+
+import logging
+
+import ml_dtypes
+import numpy as np
+import psutil
+import pytest
+from replay_testing import (
+    all_starts,
+    check_batch,
+    fill,
+    make_step,
+    make_steps,
+    make_update,
+    versions,
+)
+
+from embodied.replay import Replay, memory, selectors
+from embodied.replay.index import ONLINE_LIMIT
+
+
+def train_counts(replay, batch):
+    return replay.sample(batch)["count"][:, 0].tolist()
+
+
+class TestSamples:
+    def test_every_full_sequence_of_every_worker_can_be_sampled(self):
+        replay = Replay(4, chunksize=3)
+        fill(replay, [0, 7, 2], range(9))
+        assert len(replay) == 3 * 6
+        assert all_starts(replay) == {(w, c) for w in (0, 7, 2) for c in range(6)}
+
+    def test_a_worker_with_too_few_steps_has_no_sequence(self):
+        replay = Replay(4)
+        fill(replay, [0], range(3))
+        assert len(replay) == 0
+        with pytest.raises(LookupError, match="'unnamed' has no sequence of 4 steps"):
+            replay.sample(1)
+        fill(replay, [0], [3])
+        assert all_starts(replay) == {(0, 0)}
+
+    @pytest.mark.parametrize("chunksize", [1, 2, 5, 100])
+    def test_sequences_may_be_longer_than_chunks(self, chunksize):
+        replay = Replay(5, chunksize=chunksize)
+        fill(replay, [1], range(12))
+        assert all_starts(replay) == {(1, count) for count in range(8)}
+
+    def test_log_keys_are_dropped_and_others_kept(self):
+        replay = Replay(2, context=1)
+        fill(replay, [0], range(2))
+        batch = replay.sample(3)
+        keys = {"worker", "count", "checksum", "image", "is_first", "is_last"}
+        assert set(batch) == keys | {"dyn/deter", "dyn/stoch", "stepid"}
+        assert batch["image"].shape == (3, 2, 3, 2)
+        assert batch["stepid"].shape == (3, 2, 20)
+        assert batch["dyn/deter"].dtype == ml_dtypes.bfloat16
+
+    @pytest.mark.parametrize("context", [1, 2, 4])
+    def test_latents_have_the_steps_of_the_context_only(self, context):
+        replay = Replay(4, context=context)
+        fill(replay, [0], range(6))
+        batch = replay.sample(2)
+        assert batch["dyn/deter"].shape == (2, context, 4)
+        assert batch["dyn/stoch"].shape == (2, context, 3, 5)
+        assert batch["count"].shape == (2, 4)
+        check_batch(batch)
+
+    def test_stepids_are_unique_and_the_same_in_overlapping_sequences(self):
+        replay = Replay(3, chunksize=4, selector=selectors.Fifo())
+        fill(replay, [0, 1], range(10))
+        batch = replay.sample(len(replay), "report")
+        seen = {}
+        for pair, stepid in zip(
+            np.stack([batch["worker"], batch["count"]], -1).reshape(-1, 2).tolist(),
+            batch["stepid"].reshape(-1, 20),
+        ):
+            assert seen.setdefault(tuple(pair), stepid.tobytes()) == stepid.tobytes()
+        assert len(set(seen.values())) == len(seen) == 20
+
+    def test_a_stepid_is_the_chunk_and_the_index_in_it(self):
+        replay = Replay(3, chunksize=300)
+        fill(replay, [0], range(300))
+        batch = replay.sample(1)
+        ids = batch["stepid"][0]
+        assert (ids[:, :16] == ids[0, :16]).all()
+        index = [int.from_bytes(x[16:].tobytes(), "big") for x in ids]
+        assert index == batch["count"][0].tolist()
+
+    def test_the_same_seed_gives_the_same_samples(self):
+        batches = []
+        for seed in (1, 1, 2):
+            replay = Replay(3, seed=seed)
+            fill(replay, [0, 1], range(200))
+            batches.append(replay.sample(20)["count"].tolist())
+        assert batches[0] == batches[1] != batches[2]
+
+    @pytest.mark.parametrize("mode", ["test", "", None])
+    def test_unknown_modes_are_refused(self, mode):
+        replay = Replay(1)
+        fill(replay, [0], [0])
+        with pytest.raises(ValueError, match="Expected a mode of"):
+            replay.sample(1, mode)
+
+    @pytest.mark.parametrize("batch", [0, -1])
+    def test_empty_batches_are_refused(self, batch):
+        with pytest.raises(ValueError, match="at least 1"):
+            Replay(1).sample(batch)
+
+    def test_samples_are_copies(self):
+        replay = Replay(2, context=1)
+        fill(replay, [0], range(2))
+        first = replay.sample(1)
+        for value in first.values():
+            value[...] = 0
+        check_batch(replay.sample(1))
+
+    def test_an_empty_buffer_is_true(self):
+        assert Replay(2)
+        assert len(Replay(2)) == 0
+
+
+class TestOutput:
+    def test_a_batch_is_written_straight_into_given_memory(self):
+        replay = Replay(3, context=1)
+        fill(replay, [0, 1], range(20))
+        given = {}
+
+        def allocate(fields):
+            assert list(fields)[-1] == "stepid"
+            for key, (dtype, shape) in fields.items():
+                given[key] = np.full(shape, 77).astype(dtype)
+            return given
+
+        batch = replay.sample(4, out=allocate)
+        assert batch is given
+        check_batch(batch)
+        assert batch["dyn/deter"].dtype == ml_dtypes.bfloat16
+
+    def test_memory_may_be_a_view_of_something_larger(self):
+        replay = Replay(3, context=1)
+        fill(replay, [0], range(9))
+        memory = np.zeros(10_000, np.uint8)
+
+        def allocate(fields):
+            arrays, start = {}, 64
+            for key, (dtype, shape) in fields.items():
+                size = int(np.prod(shape)) * dtype.itemsize
+                arrays[key] = memory[start : start + size].view(dtype).reshape(shape)
+                start += -(-size // 64) * 64
+            return arrays
+
+        batch = replay.sample(4, out=allocate)
+        check_batch(batch)
+        assert all(np.shares_memory(value, memory) for value in batch.values())
+
+    def test_a_failing_allocator_leaves_the_buffer_usable(self):
+        replay = Replay(2, 20, chunksize=2)
+        fill(replay, [0], range(5))
+
+        def fail(fields):
+            raise RuntimeError("no memory here")
+
+        for _ in range(5):
+            with pytest.raises(RuntimeError, match="no memory here"):
+                replay.sample(2, out=fail)
+        fill(replay, [0], range(5, 200))
+        assert all_starts(replay) == {(0, count) for count in range(179, 199)}
+        assert replay.stats()["chunks"] <= 24, "evicted chunks are still held"
+
+
+class TestEpisodes:
+    def add(self, replay, count, first=False, last=False):
+        replay.add(make_step(0, count, first, last))
+
+    def test_is_first_is_set_at_the_start_and_in_the_copy_only(self):
+        replay = Replay(3, selector=selectors.Fifo())
+        for count in range(5):
+            self.add(replay, count, first=count == 2)
+        firsts = replay.sample(3)["is_first"]
+        assert firsts.tolist() == [
+            [True, False, True],
+            [True, True, False],
+            [True, False, False],
+        ]
+
+    def test_an_episode_that_another_follows_without_end_is_abandoned(self):
+        replay = Replay(2, selector=selectors.Fifo())
+        for count in range(6):
+            self.add(replay, count, first=count in (0, 2, 4), last=count == 1)
+        lasts = {
+            count: last
+            for counts, lasts in zip(*map(replay.sample(5).get, ("count", "is_last")))
+            for count, last in zip(counts.tolist(), lasts.tolist())
+        }
+        assert lasts == {0: False, 1: True, 2: False, 3: True, 4: False, 5: False}
+
+    def test_the_last_step_of_a_sequence_is_marked_once_the_next_has_come(self):
+        replay = Replay(2, selector=selectors.Fifo())
+        self.add(replay, 0, first=True)
+        self.add(replay, 1)
+        lasts = replay.sample(1, "report")["is_last"]
+        assert lasts.tolist() == [[False, False]]
+        self.add(replay, 2, first=True)
+        lasts = replay.sample(2, "report")["is_last"]
+        assert lasts.tolist() == [[False, True], [True, False]]
+
+    def test_a_crash_ends_the_episode_before_the_next_step_comes(self):
+        replay = Replay(2, selector=selectors.Fifo())
+        self.add(replay, 0, first=True)
+        self.add(replay, 1)
+        replay.abandon(0)
+        replay.abandon(99)  # Nobody has heard of this worker.
+        assert replay.sample(1)["is_last"].tolist() == [[False, True]]
+        self.add(replay, 2)
+        batch = replay.sample(2, "report")
+        assert batch["is_first"].tolist()[0] == [True, True]
+
+    def test_abandoning_reaches_one_worker(self):
+        replay = Replay(2, selector=selectors.Fifo())
+        fill(replay, [0, 1], range(2))
+        replay.abandon(1)
+        batch = replay.sample(2)
+        assert batch["worker"][:, 0].tolist() == [0, 1]
+        assert batch["is_last"][:, 1].tolist() == [False, True]
+
+    def test_steps_need_not_know_of_episodes(self):
+        replay = Replay(2)
+        for value in range(3):
+            replay.add({"value": np.int32(value)})
+        replay.abandon(0)
+        assert set(replay.sample(1)) == {"value", "stepid"}
+
+
+class TestBadSteps:
+    @pytest.fixture
+    def replay(self):
+        replay = Replay(1, selector=selectors.Fifo())
+        replay.add({"x": np.zeros(2, np.float32), "y": np.int32(1)})
+        return replay
+
+    @pytest.mark.parametrize(
+        ("step", "message"),
+        [
+            (
+                {"x": np.zeros(3, np.float32), "y": np.int32(1)},
+                r"x as float32 .*\(1, 3",
+            ),
+            ({"x": np.zeros(2), "y": np.int32(1)}, r"x as float32 .* got float64"),
+            ({"x": np.zeros(2, np.float32), "y": 1.0}, r"y as int32 .* got float64"),
+            ({"x": np.zeros(2, np.float32)}, r"got none of \['y'\]"),
+            (
+                {"x": np.zeros(2, np.float32), "y": np.int32(1), "z": 1},
+                r"got \['z'\] in addition",
+            ),
+            ({"x": np.zeros(2, np.float32), "z": 1}, r"none of \['y'\] and \['z'\]"),
+        ],
+    )
+    def test_a_step_that_differs_is_refused_and_changes_nothing(
+        self, replay, step, message
+    ):
+        with pytest.raises(ValueError, match=message):
+            replay.add(step)
+        with pytest.raises(ValueError, match=message):
+            replay.add(step, worker=5)
+        assert len(replay) == 1
+        assert replay.stats()["streams"] == 1
+        replay.add({"x": np.ones(2, np.float32), "y": np.int32(2)})
+        assert replay.sample(2)["y"][:, 0].tolist() == [1, 2]
+
+    def test_batches_that_do_not_fit_their_workers_are_refused(self, replay):
+        steps = {"x": np.zeros((2, 2), np.float32), "y": np.zeros(2, np.int32)}
+        for workers in ([1], [1, 2, 3]):
+            with pytest.raises(ValueError, match=f"{len(workers)}, 2"):
+                replay.add_batch(steps, workers)
+        for workers in ([[1, 2]], [0.5, 1.5], ["a", "b"]):
+            with pytest.raises(ValueError, match="vector of integers"):
+                replay.add_batch(steps, workers)
+        assert replay.stats()["streams"] == 1
+
+    @pytest.mark.parametrize(
+        ("value", "dtype"),
+        [
+            ("text", "<U4"),
+            (object(), "object"),
+            (np.zeros(2, complex), "complex128"),
+            (np.zeros(2, ">f4"), ">f4"),
+            (np.zeros(2, "datetime64[s]"), "datetime64"),
+        ],
+    )
+    def test_a_first_step_that_cannot_be_stored_is_refused(self, value, dtype):
+        replay = Replay(1)
+        with pytest.raises(ValueError, match=f"Expected x as bool.*{dtype}"):
+            replay.add({"x": value})
+        replay.add({"x": np.float32(1)})
+        assert len(replay) == 1
+
+    def test_reserved_and_missing_keys_are_refused(self):
+        with pytest.raises(ValueError, match="'stepid' is added by sampling"):
+            Replay(1).add({"stepid": np.zeros(20, np.uint8)})
+        with pytest.raises(ValueError, match="at least one key"):
+            Replay(1).add({"log/x": 1})
+        with pytest.raises(ValueError, match=r"is_first as a scalar, got shape \(1,\)"):
+            Replay(1).add({"is_first": np.zeros(1, bool)})
+
+    @pytest.mark.parametrize(
+        ("kwargs", "message"),
+        [
+            ({"length": 0}, "1 step or more"),
+            ({"capacity": 0}, "capacity >= 1"),
+            ({"chunksize": 0}, "chunksize >= 1"),
+            ({"context": -1}, "context from 0 to the length of sequences, 4"),
+            ({"context": 5}, "got 5"),
+            ({"bytes": 0}, "positive number or 'auto'"),
+            ({"bytes": "1GB"}, "got '1GB'"),
+            ({"compress": "gzip", "directory": "/nowhere"}, "'zstd', 'none'"),
+        ],
+    )
+    def test_bad_settings_are_refused(self, kwargs, message):
+        with pytest.raises(ValueError, match=message):
+            Replay(**{"length": 4, **kwargs})
+
+
+class TestBatches:
+    def test_a_batch_is_the_same_as_single_steps(self):
+        one, many = (Replay(3, 20, selector=selectors.Fifo()) for _ in range(2))
+        workers = [3, 1, 2]
+        for count in range(12):
+            steps = make_steps(workers, [count] * 3)
+            many.add_batch(steps, np.array(workers))
+            for i, worker in enumerate(workers):
+                one.add({key: value[i] for key, value in steps.items()}, worker)
+        for key, value in one.sample(20, "report").items():
+            if key != "stepid":
+                assert (value == many.sample(20, "report")[key]).all(), key
+
+    def test_a_worker_may_come_twice_in_a_batch(self):
+        replay = Replay(3)
+        replay.add_batch(make_steps([5, 5, 6, 5, 5], [0, 1, 0, 2, 3]), [5, 5, 6, 5, 5])
+        assert all_starts(replay) == {(5, 0), (5, 1)}
+
+    def test_an_empty_batch_is_nothing(self):
+        replay = Replay(3)
+        replay.add_batch({}, [])
+        assert len(replay) == 0
+
+
+class TestCapacity:
+    @pytest.mark.parametrize("capacity", [1, 10, 33])
+    def test_the_oldest_items_are_evicted(self, capacity):
+        replay = Replay(3, capacity, chunksize=4, selector=selectors.Fifo())
+        fill(replay, [0, 1], range(50))
+        assert len(replay) == capacity
+        order = [(w, c) for c in range(48) for w in (0, 1)][-capacity:]
+        batch = replay.sample(capacity)
+        check_batch(batch)
+        found = zip(batch["worker"][:, 0].tolist(), batch["count"][:, 0].tolist())
+        assert list(found) == order
+        assert replay.stats()["evicted"] == 96 - capacity
+
+    def test_memory_of_evicted_chunks_is_used_again(self):
+        replay = Replay(5, 100, chunksize=4)
+        fill(replay, [0, 1], range(100))
+        chunks = replay.stats()["chunks"]
+        for start in range(100, 2000, 100):
+            fill(replay, [0, 1], range(start, start + 100))
+            assert abs(replay.stats()["chunks"] - chunks) <= 4
+        check_batch(replay.sample(50))
+
+    def test_one_batch_may_be_larger_than_the_capacity(self):
+        replay = Replay(1, 5, selector=selectors.Fifo())
+        workers = np.arange(2000)
+        for start in (0, 2000):
+            replay.add_batch({"worker": start + workers}, workers)
+            expected = [[start + worker] for worker in range(1995, 2000)]
+            assert replay.sample(5, "report")["worker"].tolist() == expected
+
+    def test_bytes_evict_when_the_capacity_does_not(self):
+        replay = Replay(3, bytes=30_000, chunksize=8)
+        fill(replay, range(4), range(400))
+        stats = replay.stats()
+        assert stats["bytes"] <= 30_000
+        assert stats["bytes"] > 20_000, "far too much was evicted"
+        newest = {(w, c) for w in range(4) for c in range(397, 398)}
+        assert newest <= all_starts(replay)
+        assert stats["evicted"] == 4 * 398 - len(replay)
+
+    def test_explicit_bytes_that_cannot_hold_the_capacity_are_an_error(self):
+        replay = Replay(3, 5e6, bytes=1e6, name="train")
+        step = {"image": np.zeros((64, 64, 3), np.uint8)}
+        with pytest.raises(
+            ValueError,
+            match=r"Replay 'train' is to hold 5000000 steps of 12328 bytes, 61.6 GB, "
+            r"but bytes=1e\+06 holds 81 steps",
+        ):
+            replay.add(step)
+        assert len(replay) == 0
+        fits = Replay(3, 81, bytes=1e6)
+        for _ in range(100):
+            fits.add(step)
+        assert len(fits) > 60
+        assert fits.stats()["bytes"] <= 1e6
+
+    def test_auto_bytes_shrink_the_capacity_with_a_warning(self, monkeypatch, caplog):
+        monkeypatch.setattr(memory, "available_bytes", lambda: 2e5)
+        replay = Replay(3, 1e6, chunksize=16, name="train")
+        with caplog.at_level(logging.WARNING, "embodied.replay"):
+            fill(replay, [0], range(6))
+        (record,) = caplog.records
+        size = replay.stats()["bytes"] // 16
+        fits = int(0.8e5 // size)
+        assert f"hold {fits} steps. The capacity shrinks to that" in record.message
+        assert "Replay 'train' is to hold 1000000 steps" in record.message
+        fill(replay, [0], range(6, 2 * fits))
+        assert 0.9 * fits < len(replay) <= fits
+        assert replay.stats()["bytes"] <= 0.8e5
+
+    def test_auto_is_silent_where_the_capacity_fits(self, caplog):
+        replay = Replay(3, 100)
+        fill(replay, [0], range(6))
+        assert not caplog.records
+
+    def test_a_limit_below_one_sequence_is_an_error(self):
+        with pytest.raises(ValueError, match="One sequence of 65 in chunks of"):
+            Replay(65, bytes=5000).add({"image": np.zeros(1000, np.uint8)})
+
+    def test_more_workers_than_memory_has_room_for_are_refused(self):
+        replay = Replay(4, bytes=1000 * 60, chunksize=100)
+        steps = {"x": np.zeros(20, np.uint8)}
+        replay.add(steps, 0)
+        workers = list(range(1000))
+        with pytest.raises(ValueError, match="each of 1000 workers needs"):
+            replay.add_batch({"x": np.zeros((1000, 20), np.uint8)}, workers)
+        assert replay.stats()["streams"] == 1
+        assert replay.stats()["total_inserts"] == 1
+
+    def test_the_limit_of_a_container_counts(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+        free = psutil.virtual_memory().available
+        assert memory.available_bytes() > free / 2
+        (tmp_path / "memory.max").write_text("max\n")
+        (tmp_path / "memory.current").write_text("300\n")
+        assert memory.available_bytes() > free / 2
+        (tmp_path / "memory.max").write_text("1000\n")
+        assert memory.available_bytes() == 700
+
+    def test_reserved_memory_is_not_taken_before_it_is_written(self):
+        process = psutil.Process()
+        before = process.memory_info().rss
+        replay = Replay(2, bytes=psutil.virtual_memory().total // 2)
+        for _ in range(10):
+            replay.add({"image": np.ones((64, 64, 3), np.uint8)})
+        assert process.memory_info().rss - before < 100e6
+
+    def test_clear_forgets_steps_and_what_a_step_holds(self):
+        replay = Replay(2, online=True, selector=selectors.Prioritized())
+        fill(replay, [0], range(20))
+        old = replay.sample(1)
+        replay.clear()
+        assert len(replay) == 0
+        with pytest.raises(LookupError):
+            replay.sample(1)
+        replay.update(make_update(old, 1))
+        replay.add({"other": np.float32(1)})
+        replay.add({"other": np.float32(2)})
+        assert replay.sample(1)["other"].tolist() == [[1, 2]]
+
+
+class TestOnline:
+    def make(self, **kwargs):
+        return Replay(3, online=True, selector=selectors.Fifo(), **kwargs)
+
+    def test_fresh_sequences_come_first_once_and_do_not_overlap(self):
+        replay = self.make()
+        fill(replay, [0], range(11))
+        assert train_counts(replay, 2) == [0, 3]
+        assert train_counts(replay, 3) == [6, 0, 1], "the queue, then the selector"
+        assert train_counts(replay, 2) == [2, 3]
+        fill(replay, [0], range(11, 13))
+        assert train_counts(replay, 1) == [9]
+
+    def test_each_worker_has_its_own_sequences(self):
+        replay = self.make()
+        fill(replay, [0], range(1))
+        fill(replay, [1], range(7))
+        fill(replay, [0], range(1, 4))
+        batch = replay.sample(3)
+        found = zip(batch["worker"][:, 0].tolist(), batch["count"][:, 0].tolist())
+        assert list(found) == [(1, 0), (1, 3), (0, 0)]
+
+    @pytest.mark.parametrize("mode", ["report", "eval"])
+    def test_other_modes_leave_the_queue_alone(self, mode):
+        replay = self.make()
+        fill(replay, [0], range(9))
+        before = replay.stats()["online_queue"]
+        replay.sample(5, mode)
+        assert replay.stats()["online_queue"] == before == 3
+        assert train_counts(replay, 3) == [0, 3, 6]
+
+    def test_a_queue_that_nobody_empties_is_bounded(self):
+        replay = Replay(1, online=True, chunksize=64)
+        amount = ONLINE_LIMIT + 50
+        for count in range(amount):
+            replay.add({"count": np.int32(count)})
+            if count % 100 == 0:
+                replay.sample(1, "eval")
+        stats = replay.stats()
+        assert stats["online_queue"] == ONLINE_LIMIT
+        assert stats["online_dropped"] == 50
+        assert replay.sample(2)["count"].tolist() == [[50], [51]]
+
+    def test_evicted_sequences_are_skipped(self):
+        replay = self.make(capacity=4)
+        fill(replay, [0], range(30))
+        counts = train_counts(replay, 4)
+        assert counts[0] == 24, "27 has no two successors; before 24 all is evicted"
+        assert min(counts) >= 24
+
+    def test_there_is_no_queue_by_default(self):
+        replay = Replay(3, selector=selectors.Fifo())
+        fill(replay, [0], range(9))
+        assert replay.stats()["online_queue"] == 0
+        assert train_counts(replay, 2) == [0, 1]
+
+
+class TestUpdates:
+    def test_latents_are_refreshed_and_others_stay(self):
+        replay = Replay(3, context=3, selector=selectors.Fifo())
+        fill(replay, [0, 1], range(5))
+        batch = replay.sample(2, "report")
+        replay.update(make_update(batch, version=8))
+        batch = replay.sample(6, "report")
+        check_batch(batch)
+        refreshed = {0: 8, 1: 8, 2: 8, 3: 0, 4: 0}
+        expected = [[refreshed[x] for x in row] for row in batch["count"].tolist()]
+        assert versions(batch).tolist() == expected
+
+    def test_steps_that_are_gone_are_counted_and_their_place_is_untouched(self):
+        replay = Replay(2, 8, chunksize=2, context=2)
+        fill(replay, [0], range(5))
+        old = [replay.sample(4, "report") for _ in range(5)]
+        fill(replay, [0], range(5, 100))
+        replay.stats()
+        for batch in old:
+            replay.update(make_update(batch, version=9))
+        assert replay.stats()["update_ignored"] == 5 * 4 * 2
+        batch = replay.sample(50, "report")
+        check_batch(batch)
+        assert (versions(batch) == 0).all()
+
+    def test_forged_and_unwritten_steps_are_ignored(self):
+        replay = Replay(2, chunksize=100, context=1)
+        fill(replay, [0], range(3))
+        batch = replay.sample(1)
+        forged = dict(make_update(batch, version=9))
+        forged["stepid"] = forged["stepid"].copy()
+        forged["stepid"][0, 0, 19] = 50  # Same chunk, not written yet.
+        forged["stepid"][0, 1, 0] ^= 1  # Another chunk.
+        replay.update(forged)
+        assert replay.stats()["update_ignored"] == 2
+        assert (versions(replay.sample(9)) == 0).all()
+
+    def test_updates_before_the_first_step_are_ignored(self):
+        replay = Replay(2, context=1)
+        replay.update({"stepid": np.zeros((3, 2, 20), np.uint8)})
+        assert replay.stats()["update_ignored"] == 6
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"stepid": np.zeros((1, 3, 19), np.uint8)}, r"\[..., 20\]"),
+            ({"stepid": np.zeros((1, 3, 20), np.int32)}, "got int32"),
+            ({"dyn/deter": np.zeros((1, 3, 4), np.float32)}, "dyn/deter as bfloat16"),
+            ({"dyn/stoch": np.zeros((1, 2, 3, 5), np.float32)}, r"\(1, 3, 3, 5\)"),
+            ({"priority": np.zeros((1, 2), np.float32)}, r"priority of shape \(1, 3\)"),
+            ({"image": np.zeros((1, 3), np.uint8)}, r"got \['image'\] in addition"),
+        ],
+    )
+    def test_malformed_updates_are_refused_and_change_nothing(self, change, message):
+        replay = Replay(3, context=1)
+        fill(replay, [0], range(3))
+        update = make_update(replay.sample(1), version=5) | change
+        with pytest.raises(ValueError, match=message):
+            replay.update(update)
+        assert (versions(replay.sample(5)) == 0).all()
+
+    def test_an_update_without_stepid_is_refused(self):
+        replay = Replay(3, context=1)
+        fill(replay, [0], range(3))
+        with pytest.raises(ValueError, match="Expected stepid"):
+            replay.update({"priority": np.zeros(3)})
+
+
+class TestPriorities:
+    def test_an_empty_selector_is_not_replaced(self):
+        selector = selectors.Prioritized(initial=0.0)
+        replay = Replay(2, selector=selector)
+        fill(replay, [0], range(30))
+        assert len(selector) == len(replay) == 29
+        batch = replay.sample(500, "report")
+        update = make_update(batch, 0)
+        chosen = batch["count"] == 7
+        replay.update(
+            {"stepid": update["stepid"], "priority": chosen.astype(np.float32)}
+        )
+        starts = set(replay.sample(200)["count"][:, 0].tolist())
+        assert starts == {6, 7}, "all sequences with step 7, and only those"
+
+    @pytest.mark.parametrize("chunksize", [1, 2, 3, 50])
+    def test_a_step_reaches_all_sequences_that_hold_it(self, chunksize):
+        calls = {}
+
+        class Recorder(selectors.Fifo):
+            uses_priorities = True
+
+            def prioritize(self, slots, priorities):
+                calls.update(zip(slots.tolist(), priorities.tolist()))
+
+        replay = Replay(4, chunksize=chunksize, selector=Recorder())
+        fill(replay, [0, 1], range(12))
+        batch = replay.sample(18, "report")
+        chosen = (batch["worker"] == 1) & (batch["count"] == 5)
+        ids = batch["stepid"][chosen][:1]
+        replay.update({"stepid": ids, "priority": np.array([2.5], np.float32)})
+        assert len(calls) == 4
+        for row in calls.values():
+            assert np.isnan(row).sum() == 3
+        assert sorted(row.index(2.5) for row in calls.values()) == [0, 1, 2, 3]
+
+    def test_only_training_notes_what_was_drawn(self):
+        replay = Replay(1, selector=selectors.Prioritized(zero_on_sample=True))
+        fill(replay, [0], range(10))
+        for mode in ("report", "eval"):
+            replay.sample(50, mode)
+        assert sorted(train_counts(replay, 10)) == list(range(10))
+
+    def test_priorities_of_evicted_steps_do_not_matter(self):
+        replay = Replay(2, 8, chunksize=2, selector=selectors.Prioritized())
+        fill(replay, [0], range(6))
+        old = replay.sample(10, "report")
+        fill(replay, [0], range(6, 60))
+        ids, counts = old["stepid"], old["count"]
+        replay.update({"stepid": ids, "priority": np.ones(counts.shape, np.float32)})
+        assert len(set(train_counts(replay, 200))) == 8
+
+
+class TestStats:
+    def test_counts_start_anew_and_totals_go_on(self):
+        replay = Replay(4, 10, context=1)
+        fill(replay, [0, 1], range(10))
+        replay.sample(5)
+        replay.sample(3, "report")
+        replay.update(make_update(replay.sample(1, "eval"), 1))
+        stats = replay.stats()
+        assert stats["items"] == len(replay) == 10
+        assert stats["streams"] == 2
+        assert stats["inserts"] == stats["total_inserts"] == 20
+        assert stats["evicted"] == 4
+        assert stats["samples"] == 9
+        assert stats["updates"] == 1
+        assert stats["update_ignored"] == 0
+        assert stats["replay_ratio"] == 5 * 4 / 20
+        fill(replay, [0], [10])
+        stats = replay.stats()
+        assert (stats["inserts"], stats["total_inserts"]) == (1, 21)
+        assert (stats["samples"], stats["total_samples"]) == (0, 9)
+
+    def test_an_empty_buffer_has_stats(self):
+        stats = Replay(4).stats()
+        assert stats["items"] == stats["bytes"] == stats["inserts"] == 0
+        assert "replay_ratio" not in stats

@@ -1,0 +1,648 @@
+"""What is saved comes back, and what is damaged does not spoil the rest."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from replay_testing import (
+    all_starts,
+    check_batch,
+    fill,
+    make_steps,
+    make_update,
+    versions,
+)
+
+from embodied.checkpoint import Checkpoint, CheckpointError
+from embodied.replay import Replay, selectors
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(length=3, capacity=None, directory=tmp_path / "replay", **kwargs):
+        kwargs = {"chunksize": 8, "context": 1, **kwargs}
+        return Replay(length, capacity, directory, **kwargs)
+
+    return make
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return Checkpoint(tmp_path, keep=2, min_free_bytes=0)
+
+
+def commit(checkpoint, root, replay, meta=None):
+    """Saves replay as a conductor does."""
+    tag = checkpoint.new_tag()
+    data = replay.save()
+    records = checkpoint.write_part(tag, "replay", data)
+    checkpoint.commit(tag, records + replay.records(data, root), meta)
+    return data
+
+
+def names(folder, kind="*"):
+    return {path.name for path in Path(folder, "replay").glob(f"*.{kind}")}
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder, "replay").iterdir()}
+
+
+def same_samples(one, two):
+    """Whether the next batches of both are equal."""
+    for _ in range(5):
+        first, second = one.sample(7), two.sample(7)
+        for key, value in first.items():
+            assert (value == second[key]).all(), key
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("compress", ["zstd", "none"])
+    def test_all_steps_come_back_through_a_checkpoint(
+        self, make, checkpoint, tmp_path, compress
+    ):
+        replay = make(compress=compress)
+        fill(replay, [0, 1, 5], range(21))
+        commit(checkpoint, tmp_path, replay)
+        data = checkpoint.load()[0]["replay"]
+        loaded = make()
+        loaded.load(data)
+        assert len(loaded) == len(replay) == 3 * 19
+        assert all_starts(loaded) == {(w, c) for w in (0, 1, 5) for c in range(19)}
+
+    @pytest.mark.parametrize(
+        "selector",
+        [
+            selectors.Fifo,
+            selectors.Uniform,
+            lambda: selectors.Recency(1 / np.arange(1, 100)),
+            lambda: selectors.Prioritized(0.8, np.inf, True, 0.5),
+            lambda: selectors.Mixture(
+                {"a": selectors.Prioritized(), "b": selectors.Uniform()},
+                {"a": 0.5, "b": 0.5},
+            ),
+        ],
+    )
+    def test_the_same_samples_follow(self, make, checkpoint, tmp_path, selector):
+        replay = make(capacity=40, selector=selector())
+        fill(replay, [0, 1], range(60))
+        for priority in (3, 1, 2):
+            replay.update(make_update(replay.sample(5), 1, priority))
+        commit(checkpoint, tmp_path, replay)
+        loaded = make(capacity=40, selector=selector())
+        loaded.load(checkpoint.load()[0]["replay"])
+        for worker in (0, 1):  # As a load does.
+            replay.abandon(worker)
+        same_samples(replay, loaded)
+
+    def test_totals_go_on(self, make):
+        replay = make(capacity=10)
+        fill(replay, [0], range(30))
+        replay.sample(4)
+        loaded = make(capacity=10)
+        loaded.load(replay.save())
+        fill(loaded, [0], range(30, 35))
+        stats = loaded.stats()
+        assert (stats["inserts"], stats["total_inserts"]) == (5, 35)
+        assert (stats["samples"], stats["total_samples"]) == (0, 4)
+        assert stats["total_evicted"] == 18 + 3
+
+    def test_no_sequence_spans_the_gap(self, make):
+        replay = make(length=4)
+        fill(replay, [0, 1], range(10))
+        data = replay.save()
+        fill(replay, [0, 1], range(10, 20))  # Not saved.
+        loaded = make(length=4)
+        loaded.load(data)
+        assert loaded.stats()["streams"] == 0
+        fill(loaded, [0], range(20, 26))
+        # Checks that steps follow one another.
+        before = {(w, c) for w in (0, 1) for c in range(7)}
+        assert all_starts(loaded) == before | {(0, c) for c in range(20, 23)}
+
+    def test_the_episode_at_the_gap_is_abandoned(self, make):
+        replay = make(length=2, selector=selectors.Fifo())
+        fill(replay, [0], range(3))
+        loaded = make(length=2, selector=selectors.Fifo())
+        loaded.load(replay.save())
+        lasts = loaded.sample(2, "report")["is_last"]
+        assert lasts.tolist() == [[False, False], [False, True]]
+
+    def test_the_oldest_are_evicted_first_after_a_load(self, make):
+        replay = make(capacity=30, selector=selectors.Fifo())
+        rng = np.random.default_rng(0)
+        counts = dict.fromkeys(range(4), 0)
+        for worker in rng.integers(0, 4, 100).tolist():
+            fill(replay, [worker], [counts[worker]])
+            counts[worker] += 1
+        loaded = make(capacity=30, selector=selectors.Fifo())
+        loaded.load(replay.save())
+        # Longer streams of other workers push out the same number from both.
+        for buffer in (replay, loaded):
+            fill(buffer, [9], range(19))
+        assert len(replay) == len(loaded) == 30
+        assert all_starts(replay) == all_starts(loaded)
+
+    @pytest.mark.parametrize(
+        ("capacity", "chunksize"), [(5, 8), (290, 8), (1000, 8), (1000, 5)]
+    )
+    def test_another_capacity_keeps_the_newest(self, make, capacity, chunksize):
+        replay = make(capacity=300)
+        fill(replay, [0], range(353))  # The oldest chunk is evicted in part.
+        loaded = make(capacity=capacity, chunksize=chunksize)
+        loaded.load(replay.save())
+        kept = min(300, capacity)
+        assert all_starts(loaded) == {(0, c) for c in range(351 - kept, 351)}
+
+    @pytest.mark.parametrize("chunksize", [1, 3, 100])
+    def test_another_chunksize_gives_the_same_sequences(self, make, chunksize):
+        replay = make()
+        fill(replay, [0, 1], range(30))
+        loaded = make(chunksize=chunksize)
+        loaded.load(replay.save())
+        assert all_starts(loaded) == {(w, c) for w in (0, 1) for c in range(28)}
+        again = make(chunksize=chunksize)
+        again.load(loaded.save())
+        assert all_starts(again) == all_starts(loaded)
+
+    @pytest.mark.parametrize("length", [1, 2, 6])
+    def test_another_length_gives_other_sequences_of_the_same_steps(self, make, length):
+        replay = make(length=3)
+        fill(replay, [0, 1], range(20))
+        loaded = make(length=length, context=1)
+        loaded.load(replay.save())
+        expected = {(w, c) for w in (0, 1) for c in range(21 - length)}
+        assert all_starts(loaded) == expected
+
+    @pytest.mark.parametrize("amount", [1, 10, 17, 1000])
+    def test_amount_limits_to_the_newest_steps(self, make, amount):
+        replay = make(length=3)
+        fill(replay, [0], range(40))
+        data = replay.save()
+        for argument in (data, None):
+            loaded = make(length=3)
+            loaded.load(argument, amount=amount)
+            start = max(0, 40 - amount)
+            expected = {(0, c) for c in range(start, 38)}
+            assert len(loaded) == len(expected)
+            if expected:
+                assert all_starts(loaded) == expected
+
+    def test_progress_is_told(self, make):
+        replay = make()
+        fill(replay, [0], range(40))
+        data, seen = replay.save(), []
+        make().load(data, progress=lambda done, total: seen.append((done, total)))
+        assert seen == [(i, 5) for i in range(1, 6)]
+
+    def test_without_directory_there_is_nothing_to_save(self):
+        replay = Replay(2)
+        fill(replay, [0], range(5))
+        data = replay.save()
+        loaded = Replay(2)
+        loaded.load(data)
+        assert len(loaded) == 0
+        assert loaded.stats()["total_inserts"] == 5
+        assert replay.records(data, "/") == []
+        with pytest.raises(ValueError, match="Expected a directory"):
+            loaded.load()
+
+    def test_an_empty_buffer_can_be_saved_and_loaded(self, make):
+        replay = make()
+        data = replay.save()
+        fill(replay, [0], range(5))
+        replay.load(data)
+        assert len(replay) == 0
+        fill(replay, [0], range(5))
+        check_batch(replay.sample(1))
+
+    def test_loading_replaces_what_was_there(self, make):
+        replay = make(online=True, selector=selectors.Prioritized())
+        fill(replay, [0], range(10))
+        data = replay.save()
+        fill(replay, [0, 1], range(10, 50))
+        old = replay.sample(4)
+        replay.load(data)
+        assert all_starts(replay) == {(0, c) for c in range(8)}
+        assert replay.stats()["online_queue"] == 0
+        replay.update(make_update(old, 1, priority=5))  # Mostly of steps that are gone.
+        check_batch(replay.sample(20))
+
+
+class TestFiles:
+    def test_files_are_written_once_and_never_changed(self, make, tmp_path):
+        replay = make(capacity=60)
+        before = {}
+        for start in range(0, 150, 13):
+            fill(replay, [0, 1, 2], range(start, start + 13))
+            replay.update(make_update(replay.sample(4), start))
+            replay.save()
+            now = contents(tmp_path)
+            assert before.items() <= now.items()
+            assert len(now) > len(before)
+            before = now
+
+    def test_a_save_writes_only_what_is_new(self, make, tmp_path):
+        replay = make()
+        fill(replay, [0], range(20))
+        replay.save()
+        first = names(tmp_path)
+        replay.save()
+        assert names(tmp_path) == first
+        fill(replay, [0], range(20, 22))
+        replay.save()
+        (fresh,) = names(tmp_path) - first
+        assert fresh.split("-")[1:] == ["00000004", "00000006", "00000003.steps"]
+
+    def test_evicted_chunks_leave_the_disk_after_the_commit(
+        self, make, checkpoint, tmp_path
+    ):
+        replay = make(capacity=40, length=2)
+        sizes = []
+        for start in range(0, 400, 50):
+            fill(replay, [0], range(start, start + 50))
+            before = names(tmp_path)
+            replay.save()
+            assert before <= names(tmp_path), "deleted before the commit"
+            commit(checkpoint, tmp_path, replay)
+            sizes.append(len(names(tmp_path)))
+        # Two kept checkpoints of 41 to 48 steps, in chunks of 1 (40 // 32).
+        assert max(sizes) <= 2 * 45
+        assert checkpoint.newest() is not None
+        oldest = checkpoint.load()[0]["replay"]
+        loaded = make(capacity=40, length=2)
+        loaded.load(oldest)
+        assert all_starts(loaded) == {(0, c) for c in range(359, 399)}
+
+    def test_refreshed_latents_survive(self, make, checkpoint, tmp_path):
+        replay = make(length=3, context=3, selector=selectors.Fifo())
+        fill(replay, [0, 1], range(20))
+        commit(checkpoint, tmp_path, replay)
+        for version in range(1, 4):
+            batch = replay.sample(6)
+            replay.update(make_update(batch, version))
+            commit(checkpoint, tmp_path, replay)
+            loaded = make(length=3, context=3, selector=selectors.Fifo())
+            loaded.load(checkpoint.load()[0]["replay"])
+            expected = replay.sample(36, "report")
+            found = loaded.sample(36, "report")
+            check_batch(found)
+            assert (versions(found) == versions(expected)).all()
+            assert versions(found).max() == version
+        # Older generations are gone, but for those of the kept checkpoints.
+        chunks = {name[:32] for name in names(tmp_path, "latents")}
+        assert chunks and len(names(tmp_path, "latents")) <= 2 * len(chunks)
+
+    def test_latents_refreshed_before_the_first_save_survive(self, make):
+        replay = make(length=2, context=2, selector=selectors.Fifo())
+        fill(replay, [0], range(5))
+        replay.update(make_update(replay.sample(4), 7))
+        loaded = make(length=2, context=2, selector=selectors.Fifo())
+        loaded.load(replay.save())
+        assert (versions(loaded.sample(4)) == 7).all()
+
+    def test_latents_refreshed_in_a_chunk_that_grows_survive(self, make):
+        replay = make(length=2, context=2, selector=selectors.Fifo())
+        fill(replay, [0], range(4))
+        replay.save()
+        replay.update(make_update(replay.sample(3, "report"), 7))
+        fill(replay, [0], range(4, 8))
+        loaded = make(length=2, context=2, selector=selectors.Fifo())
+        loaded.load(replay.save())
+        assert versions(loaded.sample(7))[:, 0].tolist() == [7, 7, 7, 7, 0, 0, 0]
+
+    def test_the_most_recently_refreshed_latents_are_written_first(
+        self, make, tmp_path
+    ):
+        budget = 2 * 8 * (4 * 2 + 3)  # Two chunks of 8 steps.
+        replay = make(length=1, selector=selectors.Fifo(), latent_save_bytes=budget)
+        fill(replay, [0], range(40))
+        data = replay.save()
+        assert not names(tmp_path, "latents")
+        order = [4, 17, 35, 9, 26]  # One step in each of the five chunks.
+        batch = replay.sample(40, "report")
+        for version, count in enumerate(order, start=1):
+            row = {key: value[count : count + 1] for key, value in batch.items()}
+            replay.update(make_update(row, version))
+        saved = [data]
+        for kept in ([9, 26], [17, 35, 9, 26], order):
+            saved.append(replay.save())
+            loaded = make(length=1, selector=selectors.Fifo())
+            loaded.load(saved[-1])
+            found = versions(loaded.sample(40))[:, 0]
+            assert set(np.flatnonzero(found).tolist()) == set(kept)
+            for count in kept:
+                assert found[count] == 1 + order.index(count)
+        assert len(names(tmp_path, "latents")) == 5
+        replay.save()
+        assert len(names(tmp_path, "latents")) == 5, "nothing was refreshed"
+
+    def test_priorities_survive_even_where_slots_have_changed(self, make):
+        replay = make(length=1, selector=selectors.Prioritized())
+        fill(replay, [0], range(30))
+        batch = replay.sample(500, "report")
+        chosen = batch["count"] == 11
+        replay.update(
+            {"stepid": batch["stepid"], "priority": chosen.astype(np.float32)}
+        )
+        loaded = make(length=1, selector=selectors.Prioritized(), chunksize=5)
+        loaded.load(replay.save())
+        assert set(loaded.sample(100)["count"][:, 0].tolist()) == {11}
+
+    def test_a_discarded_save_leaves_no_file_and_is_made_up_for(self, make, tmp_path):
+        replay = make(length=2, context=2, selector=selectors.Fifo())
+        fill(replay, [0], range(20))
+        replay.save()
+        replay.update(make_update(replay.sample(3), 1))
+        replay.save()
+        before = contents(tmp_path)
+        fill(replay, [0], range(20, 30))
+        replay.update(make_update(replay.sample(10, "report"), 2))
+        replay.discard(replay.save())
+        assert contents(tmp_path) == before
+        loaded = make(length=2, context=2, selector=selectors.Fifo())
+        loaded.load(replay.save())
+        expected, found = replay.sample(29, "report"), loaded.sample(29, "report")
+        assert (found["count"] == expected["count"]).all()
+        assert (versions(found) == versions(expected)).all()
+
+    def test_cleaning_removes_what_came_after_a_checkpoint(self, make, tmp_path):
+        replay = make()
+        fill(replay, [0], range(20))
+        data = replay.save()
+        kept = names(tmp_path)
+        fill(replay, [0], range(20, 40))
+        replay.update(make_update(replay.sample(9), 1))
+        replay.save()
+        assert names(tmp_path) > kept
+        loaded = make()
+        loaded.load(data)
+        loaded.clean(data)
+        assert names(tmp_path) == kept
+        assert all_starts(loaded) == {(0, c) for c in range(18)}
+
+    def test_records_are_relative_to_the_root(self, make, tmp_path):
+        replay = make()
+        fill(replay, [0], range(20))
+        data = replay.save()
+        records = replay.records(data, tmp_path)
+        assert {x.path for x in records} == {f"replay/{x}" for x in names(tmp_path)}
+        assert not any(record.required for record in records)
+        with pytest.raises(ValueError, match="Expected the root"):
+            replay.records(data, tmp_path / "elsewhere")
+
+
+class TestOtherFolders:
+    @pytest.mark.parametrize("with_data", [True, False])
+    def test_steps_from_elsewhere_are_copied_by_the_next_save(
+        self, make, tmp_path, with_data
+    ):
+        source = make(directory=tmp_path / "source")
+        fill(source, [0, 1], range(20))
+        data = source.save()
+        replay = make()
+        replay.load(data if with_data else None, tmp_path / "source")
+        assert all_starts(replay) == {(w, c) for w in (0, 1) for c in range(18)}
+        data = replay.save()
+        loaded = make()
+        loaded.load(data)
+        assert all_starts(loaded) == all_starts(replay)
+
+    def test_without_a_list_all_whole_files_count(self, make, tmp_path):
+        replay = make(capacity=50)
+        for start in range(0, 60, 7):
+            fill(replay, [0, 1], range(start, start + 7))
+            replay.update(make_update(replay.sample(3), start))
+            replay.save()
+        loaded = make()
+        loaded.load()
+        # What was evicted is on disk as long as nobody commits.
+        assert all_starts(loaded) == {(w, c) for w in (0, 1) for c in range(61)}
+        loaded = make(capacity=50)
+        loaded.load()
+        assert all_starts(loaded) >= {(w, c) for w in (0, 1) for c in range(45, 61)}
+        fill(loaded, [0], range(100, 110))
+        loaded.save()
+        again = make(capacity=1000)
+        again.load()
+        assert {(0, c) for c in range(100, 108)} <= all_starts(again)
+
+    def test_an_empty_or_missing_folder_gives_an_empty_buffer(self, make, tmp_path):
+        replay = make()
+        replay.load()
+        assert len(replay) == 0
+        (tmp_path / "replay").mkdir()
+        (tmp_path / "replay" / "notes.txt").write_text("not a chunk")
+        replay.load()
+        assert len(replay) == 0
+
+    def test_chunks_whose_steps_differ_are_left_out(self, make, caplog):
+        old = make()
+        old.add_batch({"other": np.zeros(9, np.float32)}, [0] * 9)
+        old.save()
+        replay = make()
+        fill(replay, [0], range(20))
+        replay.save()
+        loaded = make()
+        with caplog.at_level(logging.WARNING, "embodied.replay"):
+            loaded.load()
+        assert all_starts(loaded) == {(0, c) for c in range(18)}
+        assert "whose steps differ" in caplog.text
+
+
+def damage_cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def damage_empty(path):
+    os.truncate(path, 0)
+
+
+def damage_flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 3] ^= 16
+    path.write_bytes(data)
+
+
+def damage_remove(path):
+    path.unlink()
+
+
+DAMAGES = [damage_cut, damage_empty, damage_flip, damage_remove]
+
+
+class TestDamage:
+    @pytest.mark.parametrize("compress", ["zstd", "none"])
+    @pytest.mark.parametrize("with_data", [True, False])
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_a_damaged_file_is_left_out_and_the_rest_kept(
+        self, make, tmp_path, caplog, damage, with_data, compress
+    ):
+        replay = make(length=3, compress=compress)
+        for start in range(0, 30, 3):  # Pieces of 3 steps; chunks of 8.
+            fill(replay, [0, 1], range(start, start + 3))
+            data = replay.save()
+        victim = next(
+            path
+            for path in sorted((tmp_path / "replay").iterdir())
+            if path.name.split("-")[1:3] == ["00000004", "00000007"]
+        )
+        chunk = victim.name[:32]
+        damage(victim)
+        loaded = make(length=3)
+        with caplog.at_level(logging.WARNING, "embodied.replay"):
+            loaded.load(data if with_data else None)
+        starts = all_starts(loaded)
+        lost = {(w, c) for w in (0, 1) for c in range(28)} - starts
+        (worker,) = {w for w, _ in lost}
+        counts = {c for _, c in lost}
+        # Steps 4 to 6 of a chunk of 8 are gone: sequences that hold one of them, and
+        # those that would go on from what is behind them into the next chunk.
+        first = min(counts) + 2
+        assert first % 8 == 4
+        assert counts == set(range(first - 2, first + 4)) & set(range(28))
+        if with_data or damage is not damage_remove:
+            assert victim.name in caplog.text
+        assert len(names(tmp_path)) >= 20 - 1
+        data = loaded.save()
+        again = make(length=3)
+        again.load(data)
+        assert all_starts(again) == starts
+        assert worker in (0, 1) and chunk
+
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_damaged_latents_give_those_that_came_with_the_steps(
+        self, make, tmp_path, caplog, damage
+    ):
+        replay = make(length=2, context=2, selector=selectors.Fifo())
+        fill(replay, [0], range(8))
+        replay.save()
+        replay.update(make_update(replay.sample(7), 5))
+        data = replay.save()
+        (victim,) = (tmp_path / "replay").glob("*.latents")
+        damage(victim)
+        loaded = make(length=2, context=2, selector=selectors.Fifo())
+        with caplog.at_level(logging.WARNING, "embodied.replay"):
+            loaded.load(data)
+        assert victim.name in caplog.text
+        batch = loaded.sample(7)
+        check_batch(batch)
+        assert (versions(batch) == 0).all()
+
+    def test_foreign_bytes_under_a_good_name_are_left_out(self, make, tmp_path, caplog):
+        replay = make()
+        fill(replay, [0], range(20))
+        replay.save()
+        paths = sorted((tmp_path / "replay").iterdir())
+        paths[0].write_bytes(os.urandom(1000))
+        paths[1].write_bytes(b"\x28\xb5\x2f\xfd" + os.urandom(1000))
+        paths[2].write_bytes((1 << 60).to_bytes(8, "little") + bytes(100))
+        loaded = make()
+        with caplog.at_level(logging.WARNING, "embodied.replay"):
+            loaded.load()
+        assert len(loaded) == 0
+        assert len(caplog.records) == 3
+
+    def test_a_whole_file_in_the_place_of_another_is_left_out(
+        self, make, tmp_path, caplog
+    ):
+        replay = make()
+        fill(replay, [0], range(16))
+        data = replay.save()
+        one, two = (tmp_path / "replay").iterdir()
+        one.write_bytes(two.read_bytes())
+        loaded = make()
+        with caplog.at_level(logging.WARNING, "embodied.replay"):
+            loaded.load(data)
+        assert one.name in caplog.text
+        counts = {c for _, c in all_starts(loaded)}
+        assert counts in ({0, 1, 2, 3, 4, 5}, {8, 9, 10, 11, 12, 13})
+
+    @pytest.mark.parametrize(
+        "data", [{}, [], {"format": 99}, {"format": 1, "counters": {}}, "text"]
+    )
+    def test_what_is_no_save_is_refused(self, make, data):
+        replay = make()
+        fill(replay, [0], range(9))
+        with pytest.raises(CheckpointError, match="no saved replay"):
+            replay.load(data)
+        assert len(replay) == 7, "what was there is kept"
+
+    def test_another_selector_starts_anew_with_a_warning(self, make, caplog):
+        replay = make(selector=selectors.Uniform())
+        fill(replay, [0], range(20))
+        loaded = make(selector=selectors.Fifo())
+        with caplog.at_level(logging.WARNING, "embodied.replay"):
+            loaded.load(replay.save())
+        assert "Sampling starts anew" in caplog.text
+        assert loaded.sample(18)["count"][:, 0].tolist() == list(range(18))
+
+
+class TestFullDisk:
+    def big(self, replay, counts):
+        """Steps that do not compress."""
+        rng = np.random.default_rng(counts.start)
+        for count in counts:
+            steps = make_steps([0], [count])
+            steps["noise"] = rng.integers(0, 255, (1, 20_000), np.uint8)
+            replay.add_batch(steps, [0])
+
+    def test_work_goes_on_and_a_later_save_makes_up_for_it(self, small_disk):
+        def make():
+            return Replay(3, directory=small_disk / "replay", chunksize=8, context=1)
+
+        replay = make()
+        checkpoint = Checkpoint(small_disk, keep=2, min_free_bytes=0)
+        self.big(replay, range(60))
+        commit(checkpoint, small_disk, replay, {"step": 60})
+        self.big(replay, range(60, 260))
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="is full"):
+                replay.save()
+        check_batch(replay.sample(5))
+        self.big(replay, range(260, 270))
+        replay.update(make_update(replay.sample(2), 1))
+        assert not list(small_disk.rglob("*partial*"))
+        parts, meta = checkpoint.load()
+        assert meta == {"step": 60}
+        loaded = make()
+        loaded.load(parts["replay"])
+        assert all_starts(loaded) == {(0, c) for c in range(58)}
+        # Ten times as much room.
+        larger = ["mount", "-o", "remount,size=40m", str(small_disk)]
+        subprocess.run(larger, check=True, timeout=30)
+        commit(checkpoint, small_disk, replay, {"step": 270})
+        loaded = make()
+        loaded.load(checkpoint.load()[0]["replay"])
+        assert all_starts(loaded) == {(0, c) for c in range(268)}
+
+    def test_files_that_no_save_came_to_list_are_removed(
+        self, make, tmp_path, monkeypatch
+    ):
+        replay = make(length=1, capacity=16, context=1, selector=selectors.Fifo())
+        fill(replay, [0], range(8))
+        replay.save()
+        write, calls = replay._folder.write, []
+
+        def fail_at_last(*args):
+            calls.append(args)
+            if len(calls) == 5:
+                raise CheckpointError("the disk is full")
+            return write(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(replay._folder, "write", fail_at_last)
+            fill(replay, [0], range(8, 20))
+            with pytest.raises(CheckpointError, match="full"):
+                replay.save()
+        assert len(names(tmp_path)) > 8
+        fill(replay, [0], range(20, 60))
+        listed = {x.path for x in replay.records(replay.save(), tmp_path / "replay")}
+        assert listed <= names(tmp_path)
+        first_save = {name for name in names(tmp_path) if "-00000001." in name}
+        assert names(tmp_path) == listed | first_save
