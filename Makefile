@@ -22,8 +22,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $(INSTALLED)
 
-demo: $(INSTALLED) ## Step the grid task and show what is logged
-	@$(BIN)/python -m dreamerv3.main --configs demo --script rollout --logdir $(LOGDIR)
+demo: $(INSTALLED) ## Run the whole loop on the grid task and show what is logged
+	@$(BIN)/python -m dreamerv3.main --configs demo --logdir $(LOGDIR)
 
 test: lint ## Lint, then all tests that are quick
 	@$(BIN)/python -m pytest -n 2 -q
@@ -43,6 +43,8 @@ format: $(INSTALLED) ## Format and fix what can be fixed
 
 bench: $(INSTALLED) ## Benchmarks that are sized for a laptop
 	@$(BIN)/python -m benchmarks.imports
+	@$(BIN)/python -m benchmarks.rpc --quick
+	@$(BIN)/python -m benchmarks.replay
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,6 +1,6 @@
-"""The command line: builds what a program needs and runs it, in the main process.
+"""The command line: runs the program that is asked for, in the main process.
 
-    python -m dreamerv3.main --configs demo --script rollout --logdir logdir/demo
+    python -m dreamerv3.main --configs demo --logdir logdir/demo
 
 Everything heavy is imported where it is used, so that help and errors come at once.
 """
@@ -8,20 +8,31 @@ Everything heavy is imported where it is used, so that help and errors come at o
 from __future__ import annotations
 
 import functools
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
 
 import elements
 
-from dreamerv3.config import ConfigError, load_config, make_args, prepare_logdir
+from dreamerv3.config import (
+    FILENAME,
+    ConfigError,
+    load_config,
+    make_args,
+    prepare_logdir,
+)
+from dreamerv3.factories import (
+    make_agent,
+    make_env,
+    make_logger,
+    make_replay,
+    make_stream,
+)
+from dreamerv3.messages import show_messages, summary
 from embodied import logger as loggers
-from embodied.base import Agent, Env
+from embodied.base import Agent
 from embodied.envs import registry
-
-if TYPE_CHECKING:
-    from dreamerv3.rollout import Result
 
 PACKAGE = "dreamerv3-parallel"
 
@@ -33,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: see `dreamerv3 --help`; by default the arguments of the process.
 
     Returns:
-      The exit code: 2 if the configuration cannot be used, else 0.
+      The exit code: 2 if the configuration cannot be used, 1 if checkpoints cannot,
+      130 after a second Ctrl-C, else 0.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if "--help" in argv or "-h" in argv:
@@ -51,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"script: expected one of those that this version offers "
                 f"({', '.join(SCRIPTS)}), got {config.script!r}."
             )
-        SCRIPTS[config.script](config)
+        return _run(SCRIPTS[config.script], config)
     except ConfigError as error:
         return _fail(error.problems)
     except (
@@ -60,140 +72,119 @@ def main(argv: Sequence[str] | None = None) -> int:
         loggers.MissingPackageError,
     ) as error:
         return _fail([str(error)])
-    return 0
+    except KeyboardInterrupt:
+        return _fail(["left at once, without saving."], code=130)
 
 
-def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
-    """Makes environment `index` of the task, wrapped so that any agent can use it.
+def _run(script: Callable[[elements.Config], None], config: elements.Config) -> int:
+    from embodied.checkpoint import CheckpointError
 
-    Args:
-      config: the whole configuration.
-      index: number of the environment within the run, which decides its seed.
-      **overrides: options of the suite that replace those in `config.env`.
-    """
-    from embodied import wrappers
-
-    suite = config.task.partition("_")[0]
-    options = {**config.env.get(suite, {}), **overrides}
-    env = registry.make(config.task, index=index, seed=config.seed, **options)
-    return wrappers.wrap(env)
-
-
-def make_agent(config: elements.Config) -> Agent:
-    """Makes the agent for the spaces of the task."""
-    if not config.random_agent:
-        raise ConfigError(
-            "random_agent: expected True, got False. This version has no agent that "
-            "learns; add --random_agent True."
-        )
-    from embodied.random_agent import RandomAgent
-
-    env = make_env(config, 0)
     try:
-        obs_space = {
-            key: space
-            for key, space in env.obs_space.items()
-            if not key.startswith("log/")
-        }
-        act_space = {key: env.act_space[key] for key in env.act_space if key != "reset"}
-    finally:
-        env.close()
-    return RandomAgent(obs_space, act_space, config, seed=config.seed)
-
-
-def make_logger(config: elements.Config) -> loggers.Logger:
-    """Makes the logger with the outputs of `config.logger`.
-
-    Its step counts agent steps; outputs get it times the action repeat of the task.
-    """
-    logdir, settings = config.logdir, config.logger
-    suite = config.task.partition("_")[0]
-    repeat = config.env.get(suite, {}).get("repeat", 1)
-
-    def wandb() -> loggers.Output:
-        return loggers.WandbOutput(
-            f"{config.task}/{config.method}/{config.seed}",
-            logdir,
-            config=dict(config),
-            fps=settings.fps,
-            group=config.method,
-            entity=settings.user or None,
-        )
-
-    makers: dict[str, list[Callable[[], loggers.Output]]] = {
-        "jsonl": [
-            functools.partial(loggers.JSONLOutput, logdir, "metrics.jsonl"),
-            functools.partial(
-                loggers.JSONLOutput, logdir, "scores.jsonl", "episode/score"
-            ),
-        ],
-        "tensorboard": [
-            functools.partial(loggers.TensorBoardOutput, logdir, settings.fps)
-        ],
-        "terminal": [
-            functools.partial(
-                loggers.TerminalOutput,
-                settings.filter,
-                config.task,
-                total_steps=config.run.steps * repeat,
-            )
-        ],
-        "scope": [functools.partial(loggers.ScopeOutput, logdir, settings.fps)],
-        "wandb": [wandb],
-    }
-    outputs = [make() for name in settings.outputs for make in makers[name]]
-    return loggers.Logger(elements.Counter(), outputs, multiplier=repeat)
+        with show_messages():
+            script(config)
+    except CheckpointError as error:
+        return _fail([str(error)], code=1)
+    return 0
 
 
 def run_rollout(config: elements.Config) -> None:
     """Steps the task's environments, and prints what was done and where it lies."""
-    from dreamerv3.rollout import rollout, stop_on_signals
+    from dreamerv3.rollout import rollout
+    from embodied.run.signals import stop_on_signals
 
     with stop_on_signals() as stop:
-        # The agent first: a task that cannot be made should not claim the logdir.
-        agent = make_agent(config)
-        prepare_logdir(config)
-        print(
-            f"Stepping {config.run.envs} environments of {config.task} "
-            f"(Ctrl-C stops) ...",
-            flush=True,
-        )
+        agent = _begin(config, "Stepping", "stops")
         with make_logger(config) as logger:
-            args = make_args(config)
             make = functools.partial(make_env, config)
-            result = rollout(agent, make, logger, args, stop)
-        print(_summary(config, result))
+            result = rollout(agent, make, logger, make_args(config), stop)
+    print(summary(config, result))
 
 
-SCRIPTS: dict[str, Callable[[elements.Config], None]] = {"rollout": run_rollout}
+def run_train(config: elements.Config) -> None:
+    """Trains in this process, and prints what was done and where it lies."""
+    import embodied.run
+
+    agent = _begin(config, "Training in", "saves and stops")
+    result = embodied.run.train(
+        lambda: agent,
+        functools.partial(make_replay, config, "replay"),
+        functools.partial(make_env, config),
+        functools.partial(make_stream, config),
+        functools.partial(make_logger, config),
+        make_args(config),
+    )
+    print(summary(config, result))
 
 
-def _summary(config: elements.Config, result: Result) -> str:
-    rate = result.steps / result.seconds if result.seconds else 0.0
-    score = "" if result.mean_score is None else f", mean score {result.mean_score:.3g}"
-    logdir = config.logdir
-    lines = [
-        f"{result.steps} steps in {result.seconds:.1f} s ({rate:.0f} steps/s), "
-        f"{result.episodes} episodes{score}.",
-        f"Written to {logdir}:",
-        "  config.yaml     the configuration",
-    ]
-    if "jsonl" in config.logger.outputs:
-        lines.append("  metrics.jsonl   all metrics, a JSON object per line")
-        lines.append("  scores.jsonl    the score of every episode")
-    if "tensorboard" in config.logger.outputs:
-        lines.append(
-            f"  events.*        curves and videos: tensorboard --logdir {logdir}"
+def run_train_eval(config: elements.Config) -> None:
+    """Trains and evaluates in this process, and prints what was done."""
+    import embodied.run
+
+    if not config.run.eval_envs:
+        raise ConfigError(
+            "run.eval_envs: expected at least 1 for --script train_eval, got 0. "
+            "Without evaluation, use --script train."
         )
-    if "scope" in config.logger.outputs:
-        lines.append("  scope           metrics and videos for Scope")
-    return "\n".join(lines)
+    agent = _begin(config, "Training in", "saves and stops")
+    result = embodied.run.train_eval(
+        lambda: agent,
+        functools.partial(make_replay, config, "replay"),
+        functools.partial(make_replay, config, "replay_eval", "eval"),
+        functools.partial(make_env, config),
+        functools.partial(make_env, config),
+        functools.partial(make_stream, config),
+        functools.partial(make_logger, config),
+        make_args(config),
+    )
+    print(summary(config, result))
 
 
-def _fail(problems: Sequence[str]) -> int:
+def run_eval_only(config: elements.Config) -> None:
+    """Evaluates the agent of a checkpoint, and prints its score."""
+    import embodied.run
+
+    agent = _begin(config, "Evaluating in", "stops")
+    embodied.run.eval_only(
+        lambda: agent,
+        functools.partial(make_env, config),
+        functools.partial(make_logger, config),
+        make_args(config),
+    )
+
+
+SCRIPTS: dict[str, Callable[[elements.Config], None]] = {
+    "train": run_train,
+    "train_eval": run_train_eval,
+    "eval_only": run_eval_only,
+    "rollout": run_rollout,
+}
+
+
+def _begin(config: elements.Config, doing: str, interrupt: str) -> Agent:
+    """Makes the agent, prepares the logdir and says what is being done."""
+    if config.replicas > 1:
+        raise ConfigError(
+            f"replicas: expected 1 for --script {config.script}, which runs on one "
+            f"host, got {config.replicas}. For several, use --script parallel."
+        )
+    # The agent first: a task that cannot be made should not claim the logdir.
+    agent = make_agent(config)
+    # An evaluation within the logdir of a run leaves the configuration of the run.
+    found = pathlib.Path(config.logdir, FILENAME).exists()
+    if not (found and config.script == "eval_only"):
+        prepare_logdir(config)
+    print(
+        f"{doing} {config.run.envs} environments of {config.task} "
+        f"(Ctrl-C {interrupt}) ...",
+        flush=True,
+    )
+    return agent
+
+
+def _fail(problems: Sequence[str], code: int = 2) -> int:
     for problem in problems:
         print(f"dreamerv3: {problem}", file=sys.stderr)
-    return 2
+    return code
 
 
 if __name__ == "__main__":

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import elements
@@ -105,33 +102,3 @@ def rollout(
     scores = collector.scores
     mean = sum(scores) / len(scores) if scores else None
     return Result(collector.steps, seconds, len(scores), mean)
-
-
-@contextlib.contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C or SIGTERM into an event; the second acts as usual.
-
-    Only the main thread of a process can do so; elsewhere signals are left alone.
-    """
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    previous = {
-        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
-        restore()
-
-    for number in previous:
-        signal.signal(number, on_signal)
-    try:
-        yield stop
-    finally:
-        restore()

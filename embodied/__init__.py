@@ -1,10 +1,11 @@
 """A framework for training world-model agents; importing it imports no JAX."""
 
-from embodied import clock, envs, streams, wrappers
+from embodied import clock, envs, replay, run, streams, wrappers
 from embodied.base import Agent, Env, Stream
 from embodied.clock import GlobalClock, LocalClock
 from embodied.driver import Driver
 from embodied.random_agent import RandomAgent
+from embodied.replay import Replay, limiters, selectors
 from embodied.space import Space
 from embodied.wrappers import Wrapper
 
@@ -15,11 +16,16 @@ __all__ = [
     "GlobalClock",
     "LocalClock",
     "RandomAgent",
+    "Replay",
     "Space",
     "Stream",
     "Wrapper",
     "clock",
     "envs",
+    "limiters",
+    "replay",
+    "run",
+    "selectors",
     "streams",
     "wrappers",
 ]

@@ -1,0 +1,186 @@
+"""Makes what a program consists of from the configuration. Any process.
+
+Everything heavy is imported where it is used, so that help and errors come at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import elements
+import numpy as np
+
+from dreamerv3.config import ConfigError
+from embodied import logger as loggers
+from embodied.base import Agent, Env, Stream
+from embodied.envs import registry
+
+if TYPE_CHECKING:
+    from embodied.replay import Replay
+    from embodied.replay.selectors import Selector
+
+
+def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
+    """Makes environment `index` of the task, wrapped so that any agent can use it.
+
+    Args:
+      config: the whole configuration.
+      index: number of the environment within the run, which decides its seed.
+      **overrides: options of the suite that replace those in `config.env`.
+    """
+    from embodied import wrappers
+
+    suite = config.task.partition("_")[0]
+    options = {**config.env.get(suite, {}), **overrides}
+    env = registry.make(config.task, index=index, seed=config.seed, **options)
+    return wrappers.wrap(env)
+
+
+def make_agent(config: elements.Config) -> Agent:
+    """Makes the agent for the spaces of the task."""
+    if not config.random_agent:
+        raise ConfigError(
+            "random_agent: expected True, got False. This version has no agent that "
+            "learns; add --random_agent True."
+        )
+    from embodied.random_agent import RandomAgent
+
+    env = make_env(config, 0)
+    try:
+        obs_space = {
+            key: space
+            for key, space in env.obs_space.items()
+            if not key.startswith("log/")
+        }
+        act_space = {key: env.act_space[key] for key in env.act_space if key != "reset"}
+    finally:
+        env.close()
+    return RandomAgent(obs_space, act_space, config, seed=config.seed)
+
+
+def make_replay(config: elements.Config, folder: str, mode: str = "train") -> Replay:
+    """Makes the replay buffer that saves to a folder of the logdir.
+
+    Args:
+      config: the whole configuration.
+      folder: name of the folder; with several replicas each has one inside it.
+      mode: 'train', or 'eval' for a tenth of the capacity, and sequences that are as
+        long as reports need them.
+    """
+    from embodied.replay import Replay
+
+    training = mode == "train"
+    steps = (
+        config.consec_train * config.batch_length
+        if training
+        else config.consec_report * config.report_length
+    )
+    directory = pathlib.Path(config.logdir, folder)
+    if config.replicas > 1:
+        directory /= f"{config.replica:05}"
+    settings = config.replay
+    capacity = settings.size if training else settings.size // 10
+    return Replay(
+        length=steps + config.replay_context,
+        capacity=capacity,
+        directory=directory,
+        chunksize=settings.chunksize,
+        online=settings.online and training,
+        selector=_make_selector(config, capacity) if training else None,
+        name=folder,
+        seed=config.seed,
+        context=config.replay_context,
+        bytes=settings.bytes,
+        compress=settings.compress,
+        latent_save_bytes=settings.latent_save_bytes,
+    )
+
+
+def make_stream(config: elements.Config, replay: Replay, mode: str) -> Stream:
+    """Makes the stream of batches that are sampled from a replay.
+
+    Args:
+      config: the whole configuration.
+      replay: with sequences that are long enough.
+      mode: 'train', 'report' or 'eval'; decides the length of what is trained on.
+    """
+    from embodied import streams
+
+    training = mode == "train"
+    return streams.Consec(
+        streams.Stateless(replay.sample, config.batch_size, mode),
+        length=config.batch_length if training else config.report_length,
+        consec=config.consec_train if training else config.consec_report,
+        prefix=config.replay_context,
+        strict=training,
+        contiguous=True,
+    )
+
+
+def make_logger(config: elements.Config) -> loggers.Logger:
+    """Makes the logger with the outputs of `config.logger`.
+
+    Its step counts agent steps; outputs get it times the action repeat of the task.
+    """
+    logdir, settings = config.logdir, config.logger
+    suite = config.task.partition("_")[0]
+    repeat = config.env.get(suite, {}).get("repeat", 1)
+    pattern = ".*" if settings.timer else r"(?!timer/).*"
+
+    def wandb() -> loggers.Output:
+        return loggers.WandbOutput(
+            f"{config.task}/{config.method}/{config.seed}",
+            logdir,
+            config=dict(config),
+            fps=settings.fps,
+            group=config.method,
+            entity=settings.user or None,
+            pattern=pattern,
+        )
+
+    makers: dict[str, list[Callable[[], loggers.Output]]] = {
+        "jsonl": [
+            functools.partial(loggers.JSONLOutput, logdir, "metrics.jsonl", pattern),
+            functools.partial(
+                loggers.JSONLOutput, logdir, "scores.jsonl", "episode/score"
+            ),
+        ],
+        "tensorboard": [
+            functools.partial(loggers.TensorBoardOutput, logdir, settings.fps, pattern)
+        ],
+        "terminal": [
+            functools.partial(
+                loggers.TerminalOutput,
+                settings.filter,
+                config.task,
+                total_steps=config.run.steps * repeat,
+            )
+        ],
+        "scope": [
+            functools.partial(loggers.ScopeOutput, logdir, settings.fps, pattern)
+        ],
+        "wandb": [wandb],
+    }
+    outputs = [make() for name in settings.outputs for make in makers[name]]
+    return loggers.Logger(elements.Counter(), outputs, multiplier=repeat)
+
+
+def _make_selector(config: elements.Config, capacity: int) -> Selector:
+    from embodied.replay import selectors
+
+    settings, seed = config.replay, config.seed
+    makers: dict[str, Callable[[], Selector]] = {
+        "uniform": lambda: selectors.Uniform(seed),
+        "priority": lambda: selectors.Prioritized(**settings.prio, seed=seed),
+        "recency": lambda: selectors.Recency(
+            np.arange(1.0, capacity + 1) ** -settings.recexp, seed
+        ),
+    }
+    fractions = {name: share for name, share in settings.fracs.items() if share}
+    members = {name: makers[name]() for name in fractions}
+    if len(members) == 1:
+        return members.popitem()[1]
+    return selectors.Mixture(members, fractions, seed)

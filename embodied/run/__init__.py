@@ -1,0 +1,13 @@
+"""The loops that put everything together: `train`, `train_eval`, `eval_only`.
+
+Start with `train`, which reads as one screen; `session` has what it calls, and there
+is one file for each thing behind that: `collecting`, `training`, `evaluation`, `ratio`
+(how much to train), `saving` (checkpoints), `metrics`, `progress` (when to end).
+"""
+
+from embodied.run.eval_only import Evaluation, eval_only
+from embodied.run.progress import Result
+from embodied.run.train import train
+from embodied.run.train_eval import train_eval
+
+__all__ = ["Evaluation", "Result", "eval_only", "train", "train_eval"]

@@ -1,0 +1,89 @@
+"""Plays evaluation episodes. The process that evaluates."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Self
+
+from embodied.base import Agent, Array
+from embodied.driver import Driver
+from embodied.episodes import Episodes
+from embodied.replay import Replay
+
+
+class Evaluator:
+    """Plays a fixed number of episodes in each environment, in mode 'eval'.
+
+        evaluator.begin()
+        while not evaluator.done:
+          evaluator.play()
+
+    The numbers are fixed, because the first episodes to finish out of many are the
+    short ones. What an environment plays beyond its number, while others are still
+    at theirs, does not count. A context manager, which closes the environments.
+
+    Args:
+      agent: whose policy acts.
+      driver: of the environments, which the evaluator owns from here on.
+      amount: episodes in all, spread over the environments.
+      logger: gets score and length of every episode.
+      episodes: gets the steps for the statistics.
+      replay: gets all steps, if given.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        driver: Driver,
+        amount: int,
+        logger: Any,
+        episodes: Episodes,
+        replay: Replay | None = None,
+    ):
+        self.steps = 0
+        self.scores: list[float] = []  # Since `begin`, as are the lengths.
+        self.lengths: list[float] = []
+        self._agent = agent
+        self._policy = functools.partial(agent.policy, mode="eval")
+        self._driver = driver
+        self._amount = amount
+        self._logger = logger
+        self._episodes = episodes
+        self._replay = replay
+        self._left = [0] * len(driver)  # Episodes to come, by environment.
+        driver.on_step(self._add)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._driver.close()
+
+    @property
+    def done(self) -> bool:
+        """Whether all episodes have been played."""
+        return not any(self._left)
+
+    def begin(self) -> None:
+        """Begins anew: with the first episode of each environment."""
+        share, rest = divmod(self._amount, len(self._left))
+        self._left = [share + (worker < rest) for worker in range(len(self._left))]
+        self.scores, self.lengths = [], []
+        self._driver.reset(self._agent.init_policy)
+
+    def play(self) -> int:
+        """Steps every environment once; returns the number of steps."""
+        self._driver(self._policy, steps=len(self._driver))
+        return len(self._driver)
+
+    def _add(self, transition: dict[str, Array], worker: int) -> None:
+        self.steps += 1
+        if self._replay is not None:
+            self._replay.add(transition, worker)
+        if not self._left[worker]:
+            return
+        for metrics in self._episodes.add(transition, worker, is_eval=True):
+            self._left[worker] -= 1
+            self.scores.append(metrics["eval_episode/score"])
+            self.lengths.append(metrics["eval_episode/length"])
+            self._logger.add(metrics)

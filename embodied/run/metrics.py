@@ -1,0 +1,120 @@
+"""What loops measure of themselves. The process that runs the loop."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import psutil
+
+GIGABYTE = 1024**3
+
+
+class Means:
+    """Averages metrics over updates: means of numbers, the last of anything else.
+
+    Values may be arrays on a device. They are looked at one update later, so that
+    nobody has to wait for the device meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._pending: Mapping[str, Any] = {}
+        self._totals: dict[str, tuple[float, int]] = {}
+        self._last: dict[str, Any] = {}
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Adds the metrics of one update."""
+        pending, self._pending = self._pending, dict(metrics)
+        for name, value in pending.items():
+            if isinstance(value, str) or np.ndim(value):
+                self._last[name] = value
+            else:
+                total, count = self._totals.get(name, (0.0, 0))
+                self._totals[name] = (total + float(np.asarray(value)), count + 1)
+
+    def result(self) -> dict[str, Any]:
+        """Returns the averages since the last call."""
+        self.add({})
+        means = {name: total / count for name, (total, count) in self._totals.items()}
+        result = {**means, **self._last}
+        self._totals, self._last = {}, {}
+        return result
+
+
+class Meter:
+    """Measures what happens per second, and what the time is spent on.
+
+        with meter.section('train'):
+          ...
+        meter.count('train', batch_size * batch_length)
+        logger.add(meter.result())     # {'fps/train': …, 'timer/train': …}
+
+    `fps/NAME` are counts per second; `timer/NAME` are shares of the time, between 0
+    and 1, which sum to less than 1 by what was in no section.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._start = clock()
+        self._counts = collections.Counter[str]()
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Measures how long the body takes. Sections do not lie within one another."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            spent = self._clock() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + spent
+
+    def count(self, name: str, amount: int) -> None:
+        """Adds to what is reported per second."""
+        self._counts[name] += amount
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing has been counted since the last result."""
+        return not any(self._counts.values())
+
+    def result(self) -> dict[str, float]:
+        """Returns rates and shares since the last call."""
+        now = self._clock()
+        elapsed = now - self._start
+        if elapsed <= 0:
+            return {}
+        result = {f"fps/{k}": count / elapsed for k, count in self._counts.items()}
+        for name, seconds in self._seconds.items():
+            result[f"timer/{name}"] = seconds / elapsed
+        self._start = now
+        # Names stay: what has not happened is zero, not missing.
+        self._counts = collections.Counter(dict.fromkeys(self._counts, 0))
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        return result
+
+
+class Usage:
+    """Processor and memory of this process, where `run.usage.psutil` asks for it.
+
+    - `psutil/proc_cpu_usage`: cores in use since the last call, on average.
+    - `psutil/proc_ram_gb`: resident memory.
+    """
+
+    def __init__(self, settings: Any):
+        self._process = psutil.Process() if settings.psutil else None
+        if self._process:
+            self._process.cpu_percent()  # Measures from here on.
+
+    def result(self) -> dict[str, float]:
+        """Returns what is used, and nothing where it is not asked for."""
+        if self._process is None:
+            return {}
+        return {
+            "psutil/proc_cpu_usage": self._process.cpu_percent() / 100,
+            "psutil/proc_ram_gb": self._process.memory_info().rss / GIGABYTE,
+        }

@@ -1,0 +1,94 @@
+"""How much to train for each environment step. The process that trains."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+
+from embodied.base import Tree
+
+logger = logging.getLogger("embodied.run")
+
+
+class TrainRatio:
+    """Says how many batches to train after environment steps.
+
+        steps = collect()
+        for _ in range(ratio.batches(steps, len(replay))):
+          train()
+
+    The first batch is due as soon as one batch of sequences is stored. From there on
+    trained time steps are counted against environment steps, those before included:
+
+        0 < trained − ratio · steps ≤ batch        after each call
+
+    so that they keep to the ratio exactly, to within one batch, however long the run
+    is. With a ratio of 0 or less there is no limit to keep to: one batch is due at
+    every call.
+
+    Args:
+      ratio: trained time steps per environment step.
+      batch_size: sequences in a batch.
+      batch_length: trained time steps of each.
+    """
+
+    def __init__(self, ratio: float, batch_size: int, batch_length: int):
+        if not math.isfinite(ratio):
+            raise ValueError(f"TrainRatio expected a finite ratio, got {ratio}.")
+        if batch_size < 1 or batch_length < 1:
+            raise ValueError(
+                "TrainRatio expected a batch of at least 1 sequence of 1 step, got "
+                f"batch_size={batch_size} and batch_length={batch_length}."
+            )
+        # The decimal that was meant, such as 1/10, and not the float next to it. As a
+        # fraction it does not drift.
+        self._ratio = Fraction(ratio).limit_denominator(1_000_000)
+        self._batch_size = batch_size
+        self._batch = batch_size * batch_length
+        self._steps = 0  # Of environments.
+        self._trained = 0  # Time steps.
+
+    def batches(self, steps: int, stored: int) -> int:
+        """Counts steps and returns how many batches to train now, which it counts too.
+
+        Args:
+          steps: environment steps since the last call.
+          stored: sequences that can be sampled. While they are fewer than a batch,
+            nothing is due.
+        """
+        self._steps += steps
+        if stored < self._batch_size:
+            return 0
+        if self._ratio <= 0:
+            return 1
+        # One batch is due while trained ≤ ratio · steps, so the first one at once.
+        behind = self._ratio * self._steps - self._trained
+        due = max(0, math.floor(behind / self._batch) + 1)
+        self._trained += due * self._batch
+        return due
+
+    def save(self) -> Tree:
+        """Returns the counts."""
+        return {
+            "ratio": list(self._ratio.as_integer_ratio()),
+            "steps": self._steps,
+            "trained": self._trained,
+        }
+
+    def load(self, data: Tree) -> None:
+        """Goes on with saved counts; if the ratio is another, counts anew."""
+        keys = ("ratio", "steps", "trained")
+        if not isinstance(data, Mapping) or not all(key in data for key in keys):
+            raise ValueError(
+                f"TrainRatio expected saved state with {list(keys)}, got {data!r:.200}."
+            )
+        before = Fraction(*data["ratio"])
+        same = before == self._ratio
+        if not same:
+            logger.info(
+                "The train ratio was %g and is %g from here on.", before, self._ratio
+            )
+        self._steps = int(data["steps"]) if same else 0
+        self._trained = int(data["trained"]) if same else 0

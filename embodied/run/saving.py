@@ -1,0 +1,241 @@
+"""Saves all of a run as one checkpoint, and restores it. The process that trains."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from embodied.base import Agent, Tree
+from embodied.checkpoint import Checkpoint, CheckpointError, FileRecord, Manifest
+from embodied.driver import EnvError
+from embodied.replay import Replay
+
+FOLDER = "ckpt"  # In the logdir.
+AGENT = "agent"
+LOGGER = "logger"
+
+logger = logging.getLogger("embodied.run")
+
+
+class Part(Protocol):
+    """Something with state: the agent, a replay, and so on."""
+
+    def save(self) -> Tree:
+        """Returns all state as arrays and plain values."""
+
+    def load(self, data: Tree) -> None:
+        """Restores what `save` returned."""
+
+
+class StepCount:
+    """The logger's step counter, as a part of checkpoints."""
+
+    def __init__(self, counter: Any):
+        self._counter = counter
+
+    def save(self) -> Tree:
+        """Returns the number of agent steps of training environments."""
+        return {"step": int(self._counter)}
+
+    def load(self, data: Tree) -> None:
+        """Goes on counting from there."""
+        self._counter.load(int(data["step"]))
+
+
+class RunCheckpoint:
+    """The checkpoints of a run that lives in one process.
+
+        checkpoint.restore()
+        with checkpoint.saved_at_end():
+          while ...:
+            ...
+            if should_save():
+              checkpoint.save()
+
+    All parts are saved at one step and committed together: the newest whole
+    checkpoint is loaded, or none. Files of replays are not required to be whole; the
+    replay leaves out those that are not.
+
+    Args:
+      args: `logdir`, `keep` and where to start from; see `restore`.
+      counter: the step, which only grows while anything else changes.
+      agent: has the state that `from_checkpoint` replaces.
+      parts: what else there is, by name. That of a replay is its folder's name.
+    """
+
+    def __init__(
+        self, args: Any, counter: Any, agent: Agent, parts: Mapping[str, Part]
+    ):
+        if args.replicas > 1:
+            raise ValueError(
+                "This program trains on one host and expected replicas=1, got "
+                f"{args.replicas}: the others would overwrite its checkpoints. Use a "
+                "parallel program for several hosts."
+            )
+        self._args = args
+        self._root = Path(args.logdir)
+        self._checkpoint = Checkpoint(self._root, FOLDER, keep=args.keep)
+        self._counter = counter
+        self._agent = agent
+        self._parts: dict[str, Part] = {
+            AGENT: agent,
+            LOGGER: StepCount(counter),
+            **parts,
+        }
+        self._saved: int | None = None  # Step of the last save.
+
+    def restore(self) -> None:
+        """Continues the run of the logdir, or starts one and saves that.
+
+        A new run takes the agent from `args.from_checkpoint`, if given, restricted to
+        the parameter names that `args.from_checkpoint_regex` matches, and its replays
+        from what lies in their folders.
+
+        Raises:
+          CheckpointError: there are checkpoints, but none is whole.
+        """
+        self._checkpoint.clean()
+        manifest = self._checkpoint.newest()
+        if manifest is None:
+            self._start()
+            self.save()
+        else:
+            self._resume(manifest)
+            self._saved = int(self._counter)
+
+    @contextlib.contextmanager
+    def saved_at_end(self) -> Iterator[None]:
+        """Saves when the body has ended, or was ended by an environment's failure.
+
+        Raises:
+          CheckpointError: the state at the end could not be saved.
+        """
+        try:
+            yield
+        except EnvError:
+            self.save()  # What was collected and learned until then is as it should be.
+            raise
+        if not self.save():
+            raise CheckpointError(
+                f"The end of the run, at step {int(self._counter)}, could not be saved "
+                f"to {self._root}. The warning above says why."
+            )
+
+    def save(self) -> bool:
+        """Saves unless nothing has changed; returns whether all is saved.
+
+        A full disk or the like is a warning: the last checkpoint is untouched, and
+        training goes on.
+        """
+        step = int(self._counter)
+        if step == self._saved:
+            return True
+        tag, records = "", list[FileRecord]()
+        replays: list[tuple[Replay, Tree]] = []
+        try:
+            tag = self._checkpoint.new_tag()
+            for name, part in self._parts.items():
+                data = part.save()
+                if isinstance(part, Replay):
+                    replays.append((part, data))
+                records += self._checkpoint.write_part(tag, name, data)
+            files = [r for x, data in replays for r in x.records(data, self._root)]
+            self._checkpoint.commit(tag, records + files, {"step": step})
+        except CheckpointError as error:
+            logger.warning("Step %d was not saved. %s", step, error)
+            if tag:
+                self._take_back(tag, records, replays)
+            return False
+        self._saved = step
+        return True
+
+    def _take_back(
+        self, tag: str, records: list[FileRecord], replays: list[tuple[Replay, Tree]]
+    ) -> None:
+        """Removes the files of a save that failed, for the next to have room."""
+        try:
+            self._checkpoint.discard(tag)
+            # What was committed after all, although that raised, is left alone.
+            if not any((self._root / record.path).exists() for record in records):
+                for replay, data in replays:
+                    replay.discard(data)
+        except (CheckpointError, OSError) as error:
+            logger.warning("Files of that save may be left. %s", error)
+
+    def _start(self) -> None:
+        if self._args.from_checkpoint:
+            load_agent(
+                self._agent,
+                self._args.from_checkpoint,
+                self._args.from_checkpoint_regex,
+            )
+        for name, part in self._parts.items():
+            folder = self._root / name
+            if isinstance(part, Replay) and folder.is_dir():
+                part.load(directory=folder)
+                if len(part):
+                    logger.info(
+                        "There is no checkpoint; %s has %d sequences from before.",
+                        name,
+                        len(part),
+                    )
+
+    def _resume(self, manifest: Manifest) -> None:
+        found = self._checkpoint.parts(manifest)
+        for name, part in self._parts.items():
+            if name not in found:
+                logger.warning(
+                    "Checkpoint %s has no part %r, which starts anew.",
+                    manifest.tag,
+                    name,
+                )
+                continue
+            data = self._checkpoint.read_part(manifest, name)
+            part.load(data)
+            if isinstance(part, Replay):
+                part.clean(data)
+        logger.info(
+            "Continuing at step %d, from checkpoint %s.",
+            int(self._counter),
+            manifest.tag,
+        )
+
+
+def load_agent(agent: Agent, source: str | os.PathLike[str], regex: str) -> int:
+    """Loads an agent from a checkpoint of any run; returns the step of it.
+
+    Args:
+      agent: gets the state.
+      source: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it.
+      regex: which parameter names to load.
+
+    Raises:
+      CheckpointError: there is no checkpoint that is whole.
+    """
+    checkpoint = _open(source)
+    manifest = checkpoint.newest()
+    assert manifest is not None
+    agent.load(checkpoint.read_part(manifest, AGENT), regex)
+    logger.info("The agent is that of checkpoint %s in %s.", manifest.tag, source)
+    return int(manifest.meta.get("step", 0))
+
+
+def _open(source: str | os.PathLike[str]) -> Checkpoint:
+    path = Path(source).expanduser().resolve()
+    folders = [path / FOLDER, path]
+    if path.name == AGENT:
+        folders.append(path.parent)
+    for folder in folders:
+        if folder.name:  # The root of the file system has none.
+            checkpoint = Checkpoint(folder.parent, folder.name)
+            if checkpoint.exists():
+                return checkpoint
+    found = "has no checkpoint" if path.exists() else "does not exist"
+    raise CheckpointError(
+        f"run.from_checkpoint: expected the logdir of a run, or the folder {FOLDER} in "
+        f"it, got {source}, which {found}."
+    )

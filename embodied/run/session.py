@@ -1,0 +1,163 @@
+"""What the training loops have in common. The process that trains."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from embodied.base import Agent
+from embodied.episodes import Episodes
+from embodied.replay import Replay
+from embodied.run.collecting import Collector, MakeEnv
+from embodied.run.evaluation import Evaluator
+from embodied.run.metrics import Meter, Usage
+from embodied.run.progress import Limit, Result
+from embodied.run.ratio import TrainRatio
+from embodied.run.saving import RunCheckpoint
+from embodied.run.signals import stop_on_signals
+from embodied.run.training import MakeStream, Trainer
+
+TRAIN_REPLAY = "replay"  # Names of folders, parts of checkpoints, and metrics.
+EVAL_REPLAY = "replay_eval"
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """The parts of a training run, and the things that a loop does with them.
+
+    Everything happens in the caller's thread and in a fixed order.
+    """
+
+    args: Any
+    agent: Agent
+    logger: Any
+    replays: Mapping[str, Replay]
+    episodes: Episodes
+    ratio: TrainRatio
+    collector: Collector
+    trainer: Trainer
+    checkpoint: RunCheckpoint
+    limit: Limit
+    meter: Meter
+    usage: Usage
+
+    def over(self) -> bool:
+        """Whether `steps` or `duration` is reached, or a signal has come."""
+        return self.limit.reached()
+
+    def collect(self) -> int:
+        """Steps every training environment once; returns the number of steps."""
+        with self.meter.section("collect"):
+            steps = self.collector.collect()
+        self.meter.count("policy", steps)
+        return steps
+
+    def train(self, steps: int) -> None:
+        """Makes the updates that are due after environment steps."""
+        stored = len(self.replays[TRAIN_REPLAY])
+        with self.meter.section("train"):
+            for _ in range(self.ratio.batches(steps, stored)):
+                self.trainer.train()
+                self.meter.count("train", self.args.batch_size * self.args.batch_length)
+
+    def evaluate(self, evaluator: Evaluator) -> None:
+        """Plays evaluation episodes, unless a signal or the duration ends them."""
+        with self.meter.section("evaluate"):
+            evaluator.begin()
+            while not (evaluator.done or self.limit.interrupted()):
+                evaluator.play()
+
+    def report(self, name: str, mode: str) -> None:
+        """Logs the agent's report on samples of a replay, under the mode's name."""
+        with self.meter.section("report"):
+            metrics = self.trainer.report(self.replays[name], mode)
+        self.logger.add(metrics, prefix=mode)
+
+    def log(self) -> None:
+        """Writes all metrics since the last call."""
+        self.logger.add(self.episodes.result())
+        self.logger.add(self.meter.result())
+        self.logger.add(self.trainer.result(), prefix="train")
+        self.logger.add(self.usage.result(), prefix="usage")
+        for name, replay in self.replays.items():
+            self.logger.add(replay.stats(), prefix=name)
+        self.logger.write()
+
+    def save(self) -> None:
+        """Saves a checkpoint."""
+        with self.meter.section("save"):
+            self.checkpoint.save()
+
+    def result(self) -> Result:
+        """Returns what was done until now."""
+        collector = self.collector
+        scores = collector.scores
+        return Result(
+            step=int(self.logger.step),
+            steps=collector.steps,
+            updates=self.trainer.updates,
+            seconds=self.limit.seconds,
+            episodes=collector.episodes,
+            mean_score=sum(scores) / len(scores) if scores else None,
+        )
+
+
+@contextlib.contextmanager
+def open_session(
+    make_agent: Callable[[], Agent],
+    make_replays: Mapping[str, Callable[[], Replay]],
+    make_env: MakeEnv,
+    make_stream: MakeStream,
+    make_logger: Callable[[], Any],
+    args: Any,
+) -> Iterator[Session]:
+    """Starts or continues the run of `args.logdir`, for the body to train.
+
+    The end of the body is logged and saved, then everything is closed. After an error
+    that is not an environment's, nothing is saved.
+
+    Args:
+      make_agent: makes the agent.
+      make_replays: make the replays, by name.
+      make_env: makes the training environment of an id.
+      make_stream: makes the stream of batches of a replay and a mode.
+      make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
+      args: the `run` block of the configuration and what belongs to it.
+    """
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        logger = stack.enter_context(contextlib.closing(make_logger()))
+        agent = make_agent()
+        replays = {name: make() for name, make in make_replays.items()}
+        replay = replays[TRAIN_REPLAY]
+        ratio = TrainRatio(args.train_ratio, args.batch_size, args.batch_length)
+        checkpoint = RunCheckpoint(
+            args, logger.step, agent, {**replays, "ratio": ratio}
+        )
+        checkpoint.restore()
+        # Without a timeout: a pause, as for a report, must not abandon episodes.
+        episodes = Episodes(timeout=0)
+        collector = stack.enter_context(
+            Collector(agent, make_env, replay, logger, episodes, args)
+        )
+        trainer = stack.enter_context(Trainer(agent, replay, make_stream, args))
+        session = Session(
+            args=args,
+            agent=agent,
+            logger=logger,
+            replays=replays,
+            episodes=episodes,
+            ratio=ratio,
+            collector=collector,
+            trainer=trainer,
+            checkpoint=checkpoint,
+            limit=Limit(lambda: int(logger.step), args.steps, args.duration, stop),
+            meter=Meter(),
+            usage=Usage(args.usage),
+        )
+        with checkpoint.saved_at_end():
+            yield session
+            if not session.meter.idle:  # Else rates of zero would end every curve.
+                session.log()

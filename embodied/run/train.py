@@ -1,0 +1,57 @@
+"""Collects and trains in turns, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from embodied.base import Agent
+from embodied.clock import LocalClock
+from embodied.replay import Replay
+from embodied.run.collecting import MakeEnv
+from embodied.run.progress import Result
+from embodied.run.session import TRAIN_REPLAY, open_session
+from embodied.run.training import MakeStream
+
+
+def train(
+    make_agent: Callable[[], Agent],
+    make_replay: Callable[[], Replay],
+    make_env: MakeEnv,
+    make_stream: MakeStream,
+    make_logger: Callable[[], Any],
+    args: Any,
+) -> Result:
+    """Trains until `args.steps` or `args.duration`, or until Ctrl-C or SIGTERM.
+
+    The next call with the same `args.logdir` continues there. Two runs with the same
+    seeds are equal, unless the agent reads ahead in the stream that it is given.
+
+    Args:
+      make_agent: makes the agent.
+      make_replay: makes the replay, which saves to `logdir/replay`.
+      make_env: makes the environment of an id.
+      make_stream: makes the stream of batches of a replay and a mode.
+      make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
+      args: the `run` block of the configuration and what belongs to it.
+
+    Returns:
+      What this call did.
+    """
+    should_log = LocalClock(args.log_every)
+    should_report = LocalClock(args.report_every)
+    should_save = LocalClock(args.save_every)
+    replays = {TRAIN_REPLAY: make_replay}
+    with open_session(
+        make_agent, replays, make_env, make_stream, make_logger, args
+    ) as session:
+        while not session.over():
+            steps = session.collect()
+            session.train(steps)
+            if should_report():
+                session.report(TRAIN_REPLAY, "report")
+            if should_log():
+                session.log()
+            if should_save():
+                session.save()
+    return session.result()

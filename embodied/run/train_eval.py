@@ -1,0 +1,73 @@
+"""Collects, trains and evaluates in turns, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from embodied.base import Agent
+from embodied.clock import LocalClock
+from embodied.replay import Replay
+from embodied.run.collecting import MakeEnv, make_driver
+from embodied.run.evaluation import Evaluator
+from embodied.run.progress import Result
+from embodied.run.session import EVAL_REPLAY, TRAIN_REPLAY, open_session
+from embodied.run.training import MakeStream
+
+
+def train_eval(
+    make_agent: Callable[[], Agent],
+    make_replay_train: Callable[[], Replay],
+    make_replay_eval: Callable[[], Replay],
+    make_env_train: MakeEnv,
+    make_env_eval: MakeEnv,
+    make_stream: MakeStream,
+    make_logger: Callable[[], Any],
+    args: Any,
+) -> Result:
+    """Trains as `train` does, and evaluates before every report.
+
+    An evaluation plays `args.eval_eps` episodes, in mode 'eval', in `args.eval_envs`
+    environments, whose ids follow those of the training environments. Their steps go
+    to a replay of their own, which the report is about as well.
+
+    Args:
+      make_agent: makes the agent.
+      make_replay_train: makes the replay, which saves to `logdir/replay`.
+      make_replay_eval: makes that of evaluation, which saves to `logdir/replay_eval`.
+      make_env_train: makes the training environment of an id.
+      make_env_eval: makes the evaluation environment of an id.
+      make_stream: makes the stream of batches of a replay and a mode.
+      make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
+      args: the `run` block of the configuration and what belongs to it.
+
+    Returns:
+      What this call did.
+    """
+    should_log = LocalClock(args.log_every)
+    should_report = LocalClock(args.report_every)
+    should_save = LocalClock(args.save_every)
+    replays = {TRAIN_REPLAY: make_replay_train, EVAL_REPLAY: make_replay_eval}
+    with open_session(
+        make_agent, replays, make_env_train, make_stream, make_logger, args
+    ) as session:
+        with Evaluator(
+            session.agent,
+            make_driver(make_env_eval, args.envs, args.eval_envs, args),
+            args.eval_eps,
+            session.logger,
+            session.episodes,
+            session.replays[EVAL_REPLAY],
+        ) as evaluator:
+            while not session.over():
+                steps = session.collect()
+                session.train(steps)
+                if should_report():
+                    session.evaluate(evaluator)
+                    session.report(TRAIN_REPLAY, "report")
+                    session.report(EVAL_REPLAY, "eval")
+                if should_log():
+                    session.log()
+                if should_save():
+                    session.save()
+    return session.result()

@@ -1,0 +1,121 @@
+"""Signals and kills of a real training process, which then continues.
+
+The tests run this file as their child process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_testing import LENGTH, Parts, main, newest_step
+
+from embodied.run.signals import stop_on_signals
+
+
+def start(logdir, **changes):
+    command = [sys.executable, __file__, str(logdir)]
+    command += [json.dumps(change) for change in changes.items()]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def wait_for_line(process, seconds=60):
+    assert select.select([process.stdout], [], [], seconds)[0], "no line in time"
+    return process.stdout.readline().decode()
+
+
+def read_steps(logdir):
+    lines = (logdir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_ends_well(tmp_path, number, debug):
+    with start(tmp_path, steps=1e10, say_every=100, debug=debug) as process:
+        assert wait_for_line(process) == "step 100\n"
+        process.send_signal(number)
+        shown, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.decode()) == (0, "")
+    step = newest_step(tmp_path)
+    assert step >= 100
+    assert shown.decode().splitlines()[-1] == f"ended at step {step}"
+    assert read_steps(tmp_path)[-1] == step, "what was measured last is logged"
+    assert Parts(tmp_path, steps=step + 10, envs=2).train().steps == 10
+
+
+def test_a_second_interrupt_ends_it_at_once(tmp_path):
+    with start(tmp_path, steps=1e10, hang_at=50) as process:
+        assert wait_for_line(process) == "hanging\n"
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=30)[1].decode()
+    assert process.returncode not in (0, None)
+    assert "KeyboardInterrupt" in errors
+    assert newest_step(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    "rounds", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_killed_at_any_moment_it_continues_from_the_last_save(tmp_path, rounds):
+    moments = random.Random(rounds)
+    saved, progress = 0, 0
+    for index in range(rounds):
+        early = index % 3 == 1  # While it starts, and restores what was saved.
+        with start(tmp_path, steps=1e10, save_every=0.05, say_every=20) as process:
+            try:
+                if not early:
+                    line = wait_for_line(process)
+                    assert line == f"step {saved + 20}\n", "20 steps after the save"
+                with pytest.raises(subprocess.TimeoutExpired):
+                    process.wait(moments.uniform(0, 0.8))
+                before = newest_step(tmp_path)
+            finally:
+                process.kill()
+            assert process.stderr.read() == b""
+        assert saved <= (before or 0) <= (newest_step(tmp_path) or 0)
+        saved = newest_step(tmp_path) or 0
+        progress += not early
+    parts = Parts(tmp_path, steps=saved)
+    parts.train()
+    assert int(parts.logger.step) == saved >= 20 * progress // 2
+    assert parts.replay.stats()["total_inserts"] == saved
+    assert parts.agent.updates > 0
+    where = parts.replay.sample(500)["where"].astype(int)
+    positions = where[..., 1] * (LENGTH + 1) + where[..., 2]
+    assert (np.diff(positions, axis=1) == 1).all(), "no sequence spans a kill"
+    assert not [path for path in tmp_path.rglob("*") if "partial" in path.name]
+
+
+class TestStopOnSignals:
+    def test_the_first_sets_the_event_and_the_second_acts_as_usual(self):
+        with stop_on_signals() as stop:
+            assert not stop.is_set()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.wait(10)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(10)
+
+    def test_handlers_are_as_before_at_the_end(self):
+        before = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
+        with stop_on_signals():
+            assert signal.getsignal(signal.SIGTERM) != before[1]
+        after = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
+        assert before == after
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
