@@ -7,6 +7,7 @@ import pytest
 from agent_testing import (
     BATCH,
     CONTEXT,
+    KEY,
     LENGTH,
     arrays,
     differing,
@@ -52,19 +53,19 @@ def trained():
     with jax.numpy_dtype_promotion("strict"):
         state, batch = state_with(priority=True), make_batch()
         carry = model.init_carry(state.model, BATCH)
-        return state, batch, train_step()(state, carry, batch, jax.random.key(1))
+        return state, batch, train_step()(state, carry, batch, KEY)
 
 
-def terms(state, carry, batch, seed=0, training_=False):
+def terms(state, carry, batch, training_=False):
     norms = training.norm_states(state)
     return training.loss_terms(
-        state.model, carry, batch, jax.random.key(seed), state.slowval, norms, training_
+        state.model, carry, batch, KEY, state.slowval, norms, training_
     )
 
 
 def shapes_of(state, batch):
     carry = model.init_carry(state.model, BATCH)
-    return jax.eval_shape(training.train_step, state, carry, batch, jax.random.key(0))
+    return jax.eval_shape(training.train_step, state, carry, batch, KEY)
 
 
 def test_metrics_have_their_names():
@@ -108,7 +109,7 @@ def test_the_first_update_moves_nothing_but_the_statistics():
 
 def test_the_second_update_moves_every_parameter():
     _, batch, (first, carry, _, _) = trained()
-    second, _, _, _ = train_step()(first, carry, batch, jax.random.key(2))
+    second, _, _, _ = train_step()(first, carry, batch, KEY)
     assert differing(first.model, second.model) == set(flat_params(first.model))
     for name, slow in arrays(second.slowval).items():
         old = arrays(first.slowval)[name]
@@ -134,10 +135,10 @@ def test_values_that_are_not_finite_neither_stop_nor_spoil_training():
     carry = model.init_carry(state.model, BATCH)
     # A missing observation is no reason to skip the update, a broken reward is.
     odd = {**batch, "vector": batch["vector"].at[0, 3, 0].set(jnp.nan)}
-    _, _, _, metrics = train_step()(state, carry, odd, jax.random.key(1))
+    _, _, _, metrics = train_step()(state, carry, odd, KEY)
     assert metrics["opt/nonfinite"] == 0
     odd = {**batch, "reward": batch["reward"].at[0, 3].set(jnp.nan)}
-    new, carry, outputs, metrics = train_step()(state, carry, odd, jax.random.key(1))
+    new, carry, outputs, metrics = train_step()(state, carry, odd, KEY)
     assert metrics["opt/nonfinite"] == 1
     for tree in (new, carry, outputs):
         assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(tree))
@@ -244,7 +245,7 @@ def gradients(*argv):
                 params,
                 carry,
                 batch,
-                jax.random.key(0),
+                KEY,
                 state.slowval,
                 training.norm_states(state),
             )[0]
@@ -331,7 +332,7 @@ def test_only_the_last_steps_are_imagined_from():
             norms,
             states,
             data,
-            jax.random.key(0),
+            KEY,
         )
         counts.append({name: value.shape for name, value in losses.items()})
     assert counts[0] == {"policy": (8, 3), "value": (8, 3), "repval": (2, 3)}

@@ -1,0 +1,237 @@
+"""The decoder: recurrent states back to observations. Agent process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from dreamerv3.encoder import smallest_map, split_spaces
+from embodied.jax import values
+from embodied.jax.build import Builder, Recipes
+from embodied.jax.heads import NamedSpaces
+from embodied.jax.nets import (
+    MLP,
+    Array,
+    Linear,
+    activate,
+    f32,
+    symexp,
+    symlog,
+)
+from embodied.jax.outs import Categorical, squared_error
+
+
+class Decoder(eqx.Module):
+    """An MLP for vectors, convolutions for images.
+
+    Raw outputs by key: `logits` [..., *shape, classes] of discrete vectors, `pred`
+    [..., *shape] of continuous ones (of their symlog), pixels in 0..1 of images.
+    """
+
+    mlp: MLP | None
+    vec: dict[str, dict[str, Linear]]
+    parts: dict[str, Any]
+    vectors: NamedSpaces = eqx.field(static=True)
+    images: NamedSpaces = eqx.field(static=True)
+    smallest: tuple[int, int] = eqx.field(static=True)
+    stages: int = eqx.field(static=True)
+    bspace: int = eqx.field(static=True)
+    act: str = eqx.field(static=True)
+    symlog: bool = eqx.field(static=True)
+    outer: bool = eqx.field(static=True)
+    strided: bool = eqx.field(static=True)
+    dtype: str = eqx.field(static=True)
+
+    def __call__(self, deter: Array, stoch: Array) -> dict[str, Array]:
+        """Decodes states [..., D] and [..., S, C] to raw outputs, float32."""
+        stoch = stoch.reshape((*stoch.shape[:-2], -1))
+        outputs: dict[str, Array] = {}
+        if self.mlp is not None:
+            outputs.update(self._decode_vectors(deter, stoch))
+        if self.images:
+            outputs.update(self._decode_images(deter, stoch))
+        return outputs
+
+    def losses(
+        self, outputs: Mapping[str, Array], obs: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """Losses [...] float32 by key, zero where a value is missing."""
+        losses = {}
+        for key, space in self.vectors:
+            there = values.present(space, obs[key])
+            event = len(space.shape)
+            if space.discrete:
+                dist = Categorical.of(outputs[key], event=event)
+                loss = -dist.logp(values.class_index(space, obs[key]))
+            else:
+                # Zero before symlog and the square, whose infinities would remain.
+                mask = there.reshape(there.shape + (1,) * event)
+                target = jnp.where(mask, f32(obs[key]), 0)
+                target = symlog(target) if self.symlog else target
+                loss = squared_error(outputs[key], target, event)
+            losses[key] = jnp.where(there, loss, 0)
+        for key, _ in self.images:
+            losses[key] = squared_error(outputs[key], f32(obs[key]) / 255, 3)
+        return losses
+
+    def predictions(self, outputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Observations by key as the environment would show them.
+
+        Images stay float32 in 0..1.
+        """
+        result = {key: outputs[key] for key, _ in self.images}
+        for key, space in self.vectors:
+            x = outputs[key]
+            if space.discrete:
+                index = jnp.argmax(x, -1).astype(jnp.int32)
+                result[key] = values.class_value(space, index)
+            else:
+                result[key] = symexp(x) if self.symlog else x
+        return result
+
+    def _decode_vectors(self, deter: Array, stoch: Array) -> dict[str, Array]:
+        assert self.mlp is not None
+        x = self.mlp(jnp.concatenate([stoch, deter], -1))
+        outputs = {}
+        for key, space in self.vectors:
+            (layer,) = self.vec[key].values()
+            shape = space.shape
+            if space.discrete:
+                shape = (*shape, values.classes(space, key))
+            outputs[key] = f32(layer(x)).reshape((*x.shape[:-1], *shape))
+        return outputs
+
+    def _decode_images(self, deter: Array, stoch: Array) -> dict[str, Array]:
+        parts, lead = self.parts, deter.shape[:-1]
+        height, width = self.smallest
+        spread = parts["sp0"](deter).reshape((*lead, self.bspace, height, width, -1))
+        spread = jnp.moveaxis(spread, -4, -2)  # g h w c to h w g c
+        spread = spread.reshape((*lead, height, width, -1))
+        x = activate(parts["sp1norm"], parts["sp1"](stoch), self.act, self.dtype)
+        x = parts["sp2"](x).reshape(spread.shape)
+        x = activate(parts["spnorm"], f32(spread) + f32(x), self.act, self.dtype)
+        for index in reversed(range(self.stages - 1)):
+            x = parts[f"conv{index}"](x if self.strided else double(x))
+            x = activate(parts[f"conv{index}norm"], x, self.act, self.dtype)
+        x = parts["imgout"](x if self.strided or self.outer else double(x))
+        x = jax.nn.sigmoid(f32(x))
+        outputs, start = {}, 0
+        for key, space in self.images:
+            outputs[key] = x[..., start : start + space.shape[-1]]
+            start += space.shape[-1]
+        return outputs
+
+
+def make_decoder(
+    recipes: Recipes,
+    spaces: NamedSpaces,
+    deter: int,
+    stoch: int,
+    config: Mapping[str, Any],
+    dtype: str,
+) -> Decoder:
+    """Makes the decoder `dec`.
+
+    Args:
+      recipes: gets the recipes of the weights.
+      spaces: observations to decode, sorted by key.
+      deter: units of the recurrent state.
+      stoch: length of the flat stochastic state.
+      config: keys of `agent.dec.simple`.
+      dtype: compute dtype.
+
+    Raises:
+      ValueError: an observation that cannot be decoded.
+    """
+    vectors, images = split_spaces(spaces)
+    build = Builder.of(recipes, "dec", config, dtype)
+    mlp, vec = None, {}
+    if vectors:
+        mlp = build.mlp(deter + stoch, config["units"], config["layers"])
+        for name, space in vectors:
+            kind = "logits" if space.discrete else "pred"
+            size = values.vector_size(space, name)
+            layer = build.linear(
+                f"vec/{name}/{kind}", config["units"], size, config["outscale"]
+            )
+            vec[name] = {kind: layer}
+    parts: dict[str, Any] = {}
+    smallest = (0, 0)
+    stages = len(config["mults"])
+    if images:
+        smallest = smallest_map(images, stages, config["outer"])
+        channels = sum(space.shape[-1] for _, space in images)
+        parts = _image_parts(build, smallest, channels, deter, stoch, config)
+    return Decoder(
+        mlp,
+        vec,
+        parts,
+        vectors,
+        images,
+        smallest,
+        stages,
+        config["bspace"],
+        config["act"],
+        config["symlog"],
+        config["outer"],
+        config["strided"],
+        dtype,
+    )
+
+
+def double(x: Array) -> Array:
+    """Doubles maps [..., H, W, C] by repeating pixels."""
+    *lead, height, width, channels = x.shape
+    x = jnp.broadcast_to(
+        x[..., :, None, :, None, :], (*lead, height, 2, width, 2, channels)
+    )
+    return x.reshape((*lead, 2 * height, 2 * width, channels))
+
+
+def _image_parts(
+    build: Builder,
+    smallest: tuple[int, int],
+    channels: int,
+    deter: int,
+    stoch: int,
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    depths = [config["depth"] * factor for factor in config["mults"]]
+    size = smallest[0] * smallest[1] * depths[-1]
+    wide = 2 * config["units"]
+    if depths[-1] % config["bspace"]:
+        raise ValueError(
+            f"agent.dec.simple.bspace expected a divisor of the channels of the "
+            f"smallest map ({depths[-1]}), got {config['bspace']}."
+        )
+    parts: dict[str, Any] = {
+        "sp0": build.block("sp0", deter, size, config["bspace"]),
+        "sp1": build.linear("sp1", stoch, wide),
+        "sp1norm": build.scale(wide),
+        "sp2": build.linear("sp2", wide, size),
+        "spnorm": build.scale(depths[-1]),
+    }
+    # With strides, convolutions double the map themselves.
+    stride: dict[str, Any] = {}
+    if config["strided"]:
+        stride = {"stride": 2, "transposed": True}
+    inputs = depths[-1]
+    for index in reversed(range(len(depths) - 1)):
+        parts[f"conv{index}"] = build.conv(
+            f"conv{index}", inputs, depths[index], config["kernel"], **stride
+        )
+        parts[f"conv{index}norm"] = build.scale(depths[index])
+        inputs = depths[index]
+    parts["imgout"] = build.conv(
+        "imgout",
+        inputs,
+        channels,
+        config["kernel"],
+        config["outscale"],
+        **({} if config["outer"] else stride),
+    )
+    return parts

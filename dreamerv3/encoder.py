@@ -1,0 +1,182 @@
+"""The encoder: observations to one vector of tokens per step. Agent process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from embodied.jax import values
+from embodied.jax.build import Builder, Recipes
+from embodied.jax.heads import NamedSpaces
+from embodied.jax.nets import Array, activate, symlog
+
+# Observations that are no network inputs.
+SIGNALS = ("reward", "is_first", "is_last", "is_terminal")
+SMALLEST_MAP, LARGEST_MAP = 3, 16  # Sides of the smallest feature map.
+
+
+class Encoder(eqx.Module):
+    """An MLP for vectors, convolutions for images.
+
+    Vectors are what has at most two dimensions. Images are stacked on channels.
+    """
+
+    parts: dict[str, Any]
+    vectors: NamedSpaces = eqx.field(static=True)
+    images: NamedSpaces = eqx.field(static=True)
+    layers: int = eqx.field(static=True)
+    stages: int = eqx.field(static=True)
+    act: str = eqx.field(static=True)
+    symlog: bool = eqx.field(static=True)
+    outer: bool = eqx.field(static=True)
+    strided: bool = eqx.field(static=True)
+    dtype: str = eqx.field(static=True)
+
+    def __call__(self, obs: Mapping[str, Array]) -> Array:
+        """Encodes observations [..., *shape] to tokens [..., E] in the compute dtype.
+
+        A key with a missing value at a step is encoded as zeros at that step.
+        """
+        tokens = []
+        if self.vectors:
+            tokens.append(self._encode_vectors(obs))
+        if self.images:
+            tokens.append(self._encode_images(obs))
+        return jnp.concatenate(tokens, -1)
+
+    def _encode_vectors(self, obs: Mapping[str, Array]) -> Array:
+        parts = []
+        for key, space in self.vectors:
+            x = values.encode(space, key, obs[key])
+            # In float32, since the compute dtype may not hold large values.
+            parts.append(symlog(x) if self.symlog and not space.discrete else x)
+        x = jnp.concatenate(parts, -1).astype(self.dtype)
+        for index in range(self.layers):
+            x = self.parts[f"mlp{index}"](x)
+            x = activate(self.parts[f"mlp{index}norm"], x, self.act, self.dtype)
+        return x
+
+    def _encode_images(self, obs: Mapping[str, Array]) -> Array:
+        x = jnp.concatenate([obs[key] for key, _ in self.images], -1)
+        x = x.astype(self.dtype) / 255 - 0.5
+        for index in range(self.stages):
+            x = self.parts[f"cnn{index}"](x)
+            if not self.strided and not (self.outer and index == 0):
+                x = max_pool(x)
+            x = activate(self.parts[f"cnn{index}norm"], x, self.act, self.dtype)
+        return x.reshape((*x.shape[:-3], -1))
+
+
+def make_encoder(
+    recipes: Recipes, spaces: NamedSpaces, config: Mapping[str, Any], dtype: str
+) -> tuple[Encoder, int]:
+    """Makes the encoder `enc` and returns it with the length of its tokens.
+
+    Args:
+      recipes: gets the recipes of the weights.
+      spaces: observations to encode, sorted by key.
+      config: keys of `agent.enc.simple`.
+      dtype: compute dtype.
+
+    Raises:
+      ValueError: an observation that cannot be encoded.
+    """
+    vectors, images = split_spaces(spaces)
+    build = Builder.of(recipes, "enc", config, dtype)
+    parts: dict[str, Any] = {}
+    size = 0
+    if vectors:
+        inputs = sum(values.vector_size(space, name) for name, space in vectors)
+        for index in range(config["layers"]):
+            parts[f"mlp{index}"] = build.linear(f"mlp{index}", inputs, config["units"])
+            parts[f"mlp{index}norm"] = build.scale(config["units"])
+            inputs = config["units"]
+        size += inputs
+    depths = [config["depth"] * factor for factor in config["mults"]]
+    if images:
+        height, width = smallest_map(images, len(depths), config["outer"])
+        inputs = sum(space.shape[-1] for _, space in images)
+        for index, depth in enumerate(depths):
+            full = config["outer"] and index == 0
+            stride = 2 if config["strided"] and not full else 1
+            parts[f"cnn{index}"] = build.conv(
+                f"cnn{index}", inputs, depth, config["kernel"], stride=stride
+            )
+            parts[f"cnn{index}norm"] = build.scale(depth)
+            inputs = depth
+        size += height * width * inputs
+    encoder = Encoder(
+        parts,
+        vectors,
+        images,
+        config["layers"],
+        len(depths),
+        config["act"],
+        config["symlog"],
+        config["outer"],
+        config["strided"],
+        dtype,
+    )
+    return encoder, size
+
+
+def split_spaces(spaces: NamedSpaces) -> tuple[NamedSpaces, NamedSpaces]:
+    """Tells vectors from images, and refuses what is neither."""
+    if not spaces:
+        raise ValueError(
+            "The agent expected at least one observation to encode beside "
+            f"{', '.join(SIGNALS)}, got none."
+        )
+    for key, space in spaces:
+        image = len(space.shape) == 3 and space.dtype == "uint8"
+        vector = len(space.shape) <= 2 and space.dtype.kind in "biuf"
+        if len(space.shape) == 2 and space.dtype == "uint8":
+            vector = False
+        if not image and not vector:
+            raise ValueError(
+                f"Observation {key!r} expected an image [H, W, C] uint8 or an array "
+                f"of at most 2 dimensions, got {space}. Add the channel axis to "
+                "grayscale images, or reshape or convert the array in the environment."
+            )
+    vectors = tuple((key, space) for key, space in spaces if len(space.shape) <= 2)
+    images = tuple((key, space) for key, space in spaces if len(space.shape) == 3)
+    return vectors, images
+
+
+def smallest_map(
+    images: NamedSpaces, stages: int, outer: bool = False
+) -> tuple[int, int]:
+    """Height and width of the map that images are halved to.
+
+    Raises:
+      ValueError: images of different or unsupported sizes.
+    """
+    sizes = {key: space.shape[:2] for key, space in images}
+    height, width = next(iter(sizes.values()))
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"Images expected one size for all keys, got {sizes}. Resize them in the "
+            "environment."
+        )
+    factor = 2 ** (stages - bool(outer))
+    maps = (height // factor, width // factor)
+    fits = all(SMALLEST_MAP <= side <= LARGEST_MAP for side in maps)
+    if height % factor or width % factor or not fits:
+        raise ValueError(
+            f"Images expected sides that are multiples of {factor} from "
+            f"{SMALLEST_MAP * factor} to {LARGEST_MAP * factor}, since the networks "
+            f"scale them by {factor}, got {height}x{width}. Resize them in the "
+            "environment."
+        )
+    return maps
+
+
+def max_pool(x: Array) -> Array:
+    """Halves maps [..., H, W, C] to the largest value of each 2x2 square."""
+    *lead, height, width, channels = x.shape
+    x = x.reshape((*lead, height // 2, 2, width // 2, 2, channels))
+    # Not a window reduction: its gradient is slow on accelerators.
+    return jnp.max(x, axis=(-4, -2))

@@ -1,0 +1,76 @@
+"""Imagined trajectories: the world model under the policy. Agent process.
+
+No gradient flows through them. The scan is arranged like that of `cell`: all noise is
+drawn before it, and products that read the same input are joined.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dreamerv3.cell import flat, squash_action
+from dreamerv3.rssm import RSSM, Latent
+from embodied.jax.heads import PolicyHead, action_vector
+from embodied.jax.names import cast_matrices
+from embodied.jax.nets import Array, Tree, sg
+
+Actions = dict[str, Array]
+
+
+def imagine(
+    dyn: RSSM, pol: PolicyHead, latent: Latent, length: int, key: Array, unroll: int = 1
+) -> tuple[Latent, Actions]:
+    """Follows the policy for some steps from each state.
+
+    Args:
+      dyn: dynamics.
+      pol: policy on the features [deter, flat stoch].
+      latent: states to start from, [N, ...].
+      length: number of steps H.
+      key: random key of actions and states.
+      unroll: steps per iteration of the loop.
+
+    Returns:
+      States [H, N, ...] after each step, and the actions [H, N, ...] that led to
+      them, the first of which was taken in the states given. Both without gradient.
+    """
+    cell = dyn.cell
+    # Whatever does not change from step to step is made before the loop.
+    dyn, pol = cast_matrices(sg((dyn, pol)), cell.dtype)
+    parts, latent = dyn.parts, sg(latent)
+    core, act = cell.core_weights(parts), cell.action_weights(parts)
+    head = pol.output_weights()
+    first = pol.mlp.parts["linear0"]
+    # The core of the next step and the policy read both parts of the state; deter is
+    # read by the prior, too.
+    deter_readers = [parts["dynin0"].weight, first.weight[: cell.deter]]
+    stoch_readers = [parts["dynin1"].weight, first.weight[cell.deter :]]
+    read_deter = jnp.concatenate([*deter_readers, parts["prior0"].weight], -1)
+    read_stoch = jnp.concatenate(stoch_readers, -1)
+    ends = [cell.hidden, cell.hidden + first.bias.shape[0]]
+
+    def step(carry: Tree, noise: Tree) -> tuple[Tree, tuple[Latent, Actions]]:
+        deter, by_deter, by_stoch = carry
+        dynin0, policy0, _ = jnp.split(by_deter, ends, -1)
+        dynin1, policy1 = jnp.split(by_stoch, ends[:1], -1)
+        x = pol.mlp.after_first(policy0 + policy1 + first.offset)
+        actions = pol.sample(pol.outputs(x, head), noise["action"])
+        action = squash_action(action_vector(pol.spaces, actions))
+        action = cell.action_term(act, action)
+        deter = cell.fused_core(core, deter, dynin0, dynin1, action)
+        by_deter = deter @ read_deter
+        x = by_deter[:, ends[1] :] + parts["prior0"].offset
+        stoch = cell.sample(cell.prior_after_first(parts, x), noise["stoch"])
+        carry = (deter, by_deter, flat(stoch) @ read_stoch)
+        return carry, ({"deter": deter, "stoch": stoch}, actions)
+
+    deter, stoch = latent["deter"], latent["stoch"]
+    carry = (deter, deter @ read_deter, flat(stoch) @ read_stoch)
+    state_key, action_key = jax.random.split(key)
+    lead = (length, deter.shape[0])
+    noise = {
+        "stoch": dyn.noise(state_key, lead),
+        "action": pol.noise(action_key, lead),
+    }
+    return jax.lax.scan(step, carry, noise, unroll=unroll)[1]

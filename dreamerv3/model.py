@@ -1,0 +1,271 @@
+"""The agent's networks put together, its state, and the policy step. Agent process.
+
+Everything here is a pure function of arrays, to be compiled by the caller:
+
+    state = init(key, obs_space, act_space, config)
+    carry = init_carry(state.model, batch_size)
+    carry, actions, outputs = policy(state.model, carry, obs, seed)
+
+`dreamerv3.training` has the training step on the same state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from dreamerv3.cell import flat
+from dreamerv3.decoder import Decoder, make_decoder
+from dreamerv3.encoder import SIGNALS, Encoder, make_encoder
+from dreamerv3.rssm import RSSM, Latent, make_rssm
+from dreamerv3.settings import LOSSES, Settings, make_settings
+from embodied.jax import values
+from embodied.jax.build import Builder, Recipes, draw
+from embodied.jax.heads import (
+    BinaryHead,
+    NamedSpaces,
+    PolicyHead,
+    TwoHotHead,
+    action_size,
+    action_vector,
+    binary_head,
+    policy_head,
+    twohot_head,
+)
+from embodied.jax.names import cast_matrices, with_flat_params
+from embodied.jax.nets import Array
+from embodied.space import Space
+
+Carry = dict[str, Any]  # deter and stoch, as in Latent, and action by key, [B, ...]
+
+# Keys of latents in batches and in outputs for the replay.
+DETER, STOCH = "dyn/deter", "dyn/stoch"
+
+
+class Model(eqx.Module):
+    """The networks that are trained, with all of their parameters."""
+
+    enc: Encoder
+    dyn: RSSM
+    dec: Decoder
+    rew: TwoHotHead
+    con: BinaryHead
+    pol: PolicyHead
+    val: TwoHotHead
+    settings: Settings = eqx.field(static=True)
+
+
+class Policy(eqx.Module):
+    """The networks that acting needs."""
+
+    enc: Encoder
+    dyn: RSSM
+    pol: PolicyHead
+    settings: Settings = eqx.field(static=True)
+
+
+class State(eqx.Module):
+    """All that training changes.
+
+    The flat names of its arrays are those of checkpoints: `enc/...` to `val/...`,
+    `slowval/...`, `slowval_count/value`, `retnorm/lo/value`, `opt/...`.
+    """
+
+    model: Model
+    slowval: TwoHotHead
+    slowval_count: dict[str, Array]
+    retnorm: dict[str, Any]
+    valnorm: dict[str, Any]
+    advnorm: dict[str, Any]
+    opt: dict[str, Any]
+
+
+def init(
+    key: Array,
+    obs_space: Mapping[str, Any],
+    act_space: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    compute_dtype: str = "float32",
+    replay_context: int = 1,
+    priority: bool = False,
+    unroll: Mapping[str, int] | None = None,
+) -> State:
+    """Makes the state before the first update.
+
+    Args:
+      key: random key of the weights.
+      obs_space: spaces by key; signals such as `reward` and `log/` keys are left out.
+      act_space: spaces by key; `reset` is left out.
+      config: the `agent` block of the configuration.
+      compute_dtype: float32 or bfloat16.
+      replay_context: steps of context before each sequence.
+      priority: whether training returns priorities for the replay.
+      unroll: steps per iteration of the loops, `scan` over replayed sequences and
+        `imagine`. By default 1 each.
+
+    Raises:
+      ValueError: a space that the networks cannot take.
+    """
+    loops = {"scan": 1, "imagine": 1, **(unroll or {})}
+    settings = make_settings(config, replay_context, priority, loops["imagine"])
+    spaces = _observations(obs_space)
+    actions = named_spaces(act_space, ("reset",))
+    if not actions:
+        raise ValueError("The agent expected at least one action beside reset.")
+    dtype = compute_dtype
+    recipes: Recipes = {}
+    rssm = config["dyn"]["rssm"]
+    stoch = rssm["stoch"] * rssm["classes"]
+    features = rssm["deter"] + stoch
+
+    def build(name: str, part: str) -> Builder:
+        return Builder.of(recipes, name, config[part], dtype)
+
+    enc, tokens = make_encoder(recipes, spaces, config["enc"]["simple"], dtype)
+    model = Model(
+        enc=enc,
+        dyn=make_rssm(
+            recipes, action_size(actions), tokens, rssm, dtype, loops["scan"]
+        ),
+        dec=make_decoder(
+            recipes, spaces, rssm["deter"], stoch, config["dec"]["simple"], dtype
+        ),
+        rew=twohot_head(build("rew", "rewhead"), features, config["rewhead"]),
+        con=binary_head(build("con", "conhead"), features, config["conhead"]),
+        pol=policy_head(build("pol", "policy"), features, actions, config["policy"]),
+        val=twohot_head(build("val", "value"), features, config["value"]),
+        settings=settings,
+    )
+    model = with_flat_params(jax.tree.map(jnp.asarray, model), draw(key, recipes))
+    return State(
+        model=model,
+        # A copy, since the buffers of a state may be donated, each once.
+        slowval=jax.tree.map(jnp.copy, model.val),
+        slowval_count={"value": jnp.zeros((), jnp.int32)},
+        opt=settings.opt.init(model),
+        **settings.norms.init(),
+    )
+
+
+def init_carry(params: Model | Policy, batch: int) -> Carry:
+    """Carry before the first step of policies and of training alike: zeros."""
+    action = {
+        key: jnp.zeros((batch, *space.shape), values.jax_dtype(space))
+        for key, space in params.pol.spaces
+    }
+    return {**params.dyn.initial(batch), "action": action}
+
+
+def policy(
+    params: Model | Policy,
+    carry: Carry,
+    obs: Mapping[str, Array],
+    seed: Array,
+    mode: str = "train",
+) -> tuple[Carry, dict[str, Array], dict[str, Array]]:
+    """Chooses actions for a batch of observations.
+
+    Args:
+      params: networks.
+      carry: recurrent state and last action of each env.
+      obs: [B, ...] by key, `is_first` included.
+      seed: random key, or its data, or an integer.
+      mode: `train` or `eval`.
+
+    Returns:
+      The new carry, actions [B, ...] by key, and, if sequences are replayed with
+      context, the latents [B, ...] to store with the transition.
+    """
+    if mode not in ("train", "eval"):
+        raise ValueError(f"policy expected mode train or eval, got {mode!r}.")
+    state_key, action_key = jax.random.split(as_key(seed))
+    batch = obs["is_first"].shape[0]
+    action = action_vector(params.pol.spaces, carry["action"])
+    latent, _ = params.dyn.step(
+        {"deter": carry["deter"], "stoch": carry["stoch"]},
+        action,
+        params.enc(obs),
+        obs["is_first"],
+        params.dyn.noise(state_key, (batch,)),
+    )
+    dists = params.pol(features(latent))
+    if mode == "eval" and params.settings.eval_mode == "mode":
+        actions = params.pol.mode(dists)
+    else:
+        actions = params.pol.sample(dists, params.pol.noise(action_key, (batch,)))
+    outputs = pack_latent(latent) if params.settings.replay_context else {}
+    return {**latent, "action": actions}, actions, outputs
+
+
+def policy_params(model: Model) -> Policy:
+    """Returns what acting needs, matrices in the compute dtype.
+
+    They are cast in each step anyway, so actions do not change by it.
+    """
+    parts = {
+        name: part
+        for name, part in model.dyn.parts.items()
+        if not name.startswith("prior")
+    }
+    dyn = RSSM(parts, model.dyn.cell, model.dyn.scan_unroll)
+    chosen = Policy(model.enc, dyn, model.pol, model.settings)
+    return cast_matrices(chosen, model.dyn.cell.dtype)
+
+
+def features(latent: Latent) -> Array:
+    """What heads read: [deter, flat stoch], [..., F]."""
+    return jnp.concatenate([latent["deter"], flat(latent["stoch"])], -1)
+
+
+def pack_latent(latent: Latent) -> dict[str, Array]:
+    """Latents as the replay stores them: deter as it is, stoch as class indices."""
+    classes = latent["stoch"].shape[-1]
+    index = jnp.argmax(latent["stoch"], -1)
+    dtype = jnp.uint8 if classes <= 256 else jnp.uint16
+    deter = latent["deter"]
+    # What is not finite would come back with every batch of the replay.
+    deter = jnp.where(jnp.isfinite(deter), deter, 0)
+    return {DETER: deter, STOCH: index.astype(dtype)}
+
+
+def unpack_latent(params: Model, deter: Array, stoch: Array) -> Latent:
+    """Inverse of `pack_latent`; one-hots are taken, too."""
+    cell = params.dyn.cell
+    if stoch.ndim == deter.ndim:
+        index = stoch.astype(jnp.int32)
+        stoch = jax.nn.one_hot(index, cell.classes, dtype=cell.dtype)
+    return {"deter": deter.astype(cell.dtype), "stoch": stoch.astype(cell.dtype)}
+
+
+def named_spaces(spaces: Mapping[str, Any], without: tuple[str, ...]) -> NamedSpaces:
+    """Spaces sorted by key, without those named."""
+    return tuple(
+        (key, Space.of(spaces[key])) for key in sorted(spaces) if key not in without
+    )
+
+
+def as_key(seed: Array) -> Array:
+    """Makes a random key of a key, of a key's data, or of an integer."""
+    if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        return seed
+    if seed.ndim == 0:
+        return jax.random.key(seed)
+    return jax.random.wrap_key_data(seed.astype(jnp.uint32))
+
+
+def _observations(obs_space: Mapping[str, Any]) -> NamedSpaces:
+    spaces = named_spaces(obs_space, SIGNALS)
+    spaces = tuple(entry for entry in spaces if not entry[0].startswith("log/"))
+    taken = sorted({key for key, _ in spaces} & set(LOSSES))
+    if taken:
+        raise ValueError(
+            f"Observations expected other names than those of losses "
+            f"({', '.join(LOSSES)}), got {', '.join(taken)}. Rename them in the "
+            "environment."
+        )
+    return spaces

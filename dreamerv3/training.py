@@ -1,0 +1,305 @@
+"""The training step. Agent process.
+
+Pure functions of arrays, to be compiled by the caller:
+
+    state, carry, outputs, metrics = train_step(state, carry, batch, seed)
+
+Batches hold arrays [B, K + T, ...], where K is the replay context, and latents
+[B, K, ...] (further steps of theirs are not read). All results refer to the T steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dreamerv3.imagination import imagine
+from dreamerv3.losses import (
+    NormState,
+    continue_target,
+    imag_loss,
+    kl_losses,
+    repl_loss,
+    total,
+)
+from dreamerv3.model import (
+    DETER,
+    STOCH,
+    Carry,
+    Model,
+    State,
+    as_key,
+    features,
+    pack_latent,
+    unpack_latent,
+)
+from dreamerv3.rssm import Latent, time_first
+from embodied.jax.heads import TwoHotHead, action_event, action_vector
+from embodied.jax.nets import Array, sg
+from embodied.jax.optim import keep_if
+
+Batch = Mapping[str, Array]
+Metrics = dict[str, Array]
+
+
+def train_step(
+    state: State, carry: Carry, batch: Batch, seed: Array
+) -> tuple[State, Carry, dict[str, Any], Metrics]:
+    """Makes one update.
+
+    Args:
+      state: from `dreamerv3.model.init`.
+      carry: of the last batch, or from `init_carry`.
+      batch: arrays [B, K + T, ...] by key, latents [B, K, ...].
+      seed: random key, or its data, or an integer.
+
+    Returns:
+      The new state and carry; outputs, of which `replay` goes back to the replay
+      buffer; and metrics.
+    """
+    grad = jax.value_and_grad(loss, has_aux=True)
+    (value, (carry, outputs, metrics, norms)), grads = grad(
+        state.model, carry, batch, seed, state.slowval, norm_states(state)
+    )
+    opt = state.model.settings.opt
+    updates, opt_state, opt_metrics = opt.update(grads, state.opt, state.model)
+    model = optax.apply_updates(state.model, updates)
+    finite = opt_metrics["nonfinite"] == 0
+    slowval, count = slow_update(state, model.val)
+    state = State(
+        model=model,
+        slowval=slowval,
+        slowval_count={"value": count},
+        opt=opt_state,
+        **keep_if(finite, norms, norm_states(state)),
+    )
+    metrics["opt/loss"] = value
+    metrics.update({f"opt/{key}": value for key, value in opt_metrics.items()})
+    return state, carry, outputs, metrics
+
+
+def loss(
+    params: Model,
+    carry: Carry,
+    batch: Batch,
+    seed: Array,
+    slowval: TwoHotHead,
+    norms: NormState,
+    training: bool = True,
+) -> tuple[Array, tuple[Carry, dict[str, Any], Metrics, NormState]]:
+    """Computes the sum of all scaled losses.
+
+    Args:
+      params: networks, by which it may be differentiated.
+      carry: of the last batch.
+      batch: arrays [B, K + T, ...] by key.
+      seed: random key, or its data, or an integer.
+      slowval: the slow value.
+      norms: states of the normalisers.
+      training: whether the normalisers take in this batch.
+
+    Returns:
+      The loss, and the new carry, outputs, metrics and states of the normalisers.
+    """
+    means, aux = loss_terms(params, carry, batch, seed, slowval, norms, training)
+    scale = params.settings.scale
+    return total(scale(key) * mean for key, mean in means.items()), aux
+
+
+def loss_terms(
+    params: Model,
+    carry: Carry,
+    batch: Batch,
+    seed: Array,
+    slowval: TwoHotHead,
+    norms: NormState,
+    training: bool = True,
+) -> tuple[dict[str, Array], tuple[Carry, dict[str, Any], Metrics, NormState]]:
+    """Computes the mean of each loss by name; otherwise as `loss`."""
+    settings = params.settings
+    observe_key, imagine_key = jax.random.split(as_key(seed))
+    latent, action, data = open_batch(params, carry, batch)
+    states, logits = observe(params, latent, action, data, observe_key)
+    losses, metrics = world_losses(params, states, logits, data)
+    outputs: dict[str, Any] = {}
+    if settings.replay_context or settings.priority:
+        outputs["replay"] = {"stepid": data["stepid"]}
+    if settings.replay_context:
+        outputs["replay"].update(pack_latent(sg(states)))
+    if settings.priority:
+        scaled = (settings.scale(key) * value for key, value in losses.items())
+        priority = sg(total(scaled))
+        # A step whose loss is not finite has nothing to teach.
+        priority = jnp.where(jnp.isfinite(priority), priority, 0)
+        outputs["replay"]["priority"] = priority
+    behavior, norms, more = behavior_losses(
+        params, slowval, norms, states, data, imagine_key, training
+    )
+    means = {key: value.mean() for key, value in {**losses, **behavior}.items()}
+    metrics.update(more)
+    metrics.update({f"loss/{key}": value for key, value in means.items()})
+    carry = close_batch(params, states, batch)
+    return means, (carry, outputs, sg(metrics), norms)
+
+
+def open_batch(
+    params: Model, carry: Carry, batch: Batch
+) -> tuple[Latent, Array, dict[str, Array]]:
+    """Separates the context of a batch from its T steps.
+
+    Returns:
+      The state before the first step, the actions before each step as vectors
+      [B, T, A], and the arrays of the T steps.
+    """
+    context = params.settings.replay_context
+    spaces = params.pol.spaces
+    data = {
+        key: value[:, context:]
+        for key, value in batch.items()
+        if key not in (DETER, STOCH)
+    }
+    latent = {"deter": carry["deter"], "stoch": carry["stoch"]}
+    if not context:
+        before = {
+            key: jnp.concatenate([carry["action"][key][:, None], batch[key][:, :-1]], 1)
+            for key, _ in spaces
+        }
+        return latent, action_vector(spaces, before), data
+    stored = [batch[key][:, context - 1] for key in (DETER, STOCH)]
+    begins = batch["consec"][:, 0] == 0
+
+    def choose(new: Array, old: Array) -> Array:
+        return jnp.where(begins.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
+
+    latent = jax.tree.map(choose, unpack_latent(params, *stored), latent)
+    before = {key: batch[key][:, context - 1 : -1] for key, _ in spaces}
+    return latent, action_vector(spaces, before), data
+
+
+def close_batch(params: Model, states: Latent, batch: Batch) -> Carry:
+    """Returns the carry for the batch that follows."""
+    deter = states["deter"][:, -1]
+    return sg(
+        {
+            "deter": jnp.where(jnp.isfinite(deter), deter, 0),
+            "stoch": states["stoch"][:, -1],
+            "action": {key: batch[key][:, -1] for key, _ in params.pol.spaces},
+        }
+    )
+
+
+def observe(
+    params: Model, latent: Latent, action: Array, data: Batch, key: Array
+) -> tuple[Latent, Array]:
+    """States [B, T, ...] and posterior logits [B, T, S, C] of replayed steps."""
+    first = data["is_first"]
+    noise = params.dyn.noise(key, (first.shape[1], first.shape[0]))
+    return params.dyn.observe(latent, action, params.enc(data), first, noise)
+
+
+def world_losses(
+    params: Model, states: Latent, logits: Array, data: Batch
+) -> tuple[dict[str, Array], Metrics]:
+    """Losses [B, T] of the world model by name, and metrics."""
+    settings, dyn = params.settings, params.dyn
+    post, prior = dyn.dist(logits), dyn.dist(dyn.prior(states["deter"]))
+    feat = features(states)
+    losses = params.dec.losses(params.dec(states["deter"], states["stoch"]), data)
+    losses["rew"] = params.rew(feat if settings.reward_grad else sg(feat)).loss(
+        data["reward"]
+    )
+    losses["con"] = params.con(feat).loss(
+        continue_target(data["is_terminal"], settings.horizon, settings.contdisc)
+    )
+    losses["dyn"], losses["rep"] = kl_losses(post, prior, settings.free_nats)
+    metrics = {"dyn_ent": prior.entropy().mean(), "rep_ent": post.entropy().mean()}
+    return losses, metrics
+
+
+def behavior_losses(
+    params: Model,
+    slowval: TwoHotHead,
+    norms: NormState,
+    states: Latent,
+    data: Batch,
+    key: Array,
+    training: bool,
+) -> tuple[dict[str, Array], NormState, Metrics]:
+    """Losses of policy and value by name, states of normalisers, and metrics."""
+    settings = params.settings
+    batch, steps = data["is_first"].shape
+    last = min(settings.imag_last or steps, steps)
+    states = jax.tree.map(lambda x: x[:, -last:], states)
+    starts = jax.tree.map(lambda x: x.reshape((batch * last, *x.shape[2:])), states)
+    imagined, actions = imagine(
+        params.dyn,
+        params.pol,
+        starts,
+        settings.imag_length,
+        key,
+        settings.imagine_unroll,
+    )
+    first = features(starts)[None]
+    first = first if settings.ac_grads else sg(first)
+    # Time comes first until the small outputs, as the scan has left it.
+    feat = jnp.concatenate([first, features(imagined)], 0)
+    outs = {
+        "rew": params.rew(sg(feat)).pred(),
+        "con": params.con(sg(feat)).prob(),
+        "value": params.val(feat),
+        "slow": slowval(sg(feat)),
+        "policy": params.pol(feat[:-1]),
+        "actions": {
+            key: action_event(space, actions[key]) for key, space in params.pol.spaces
+        },
+    }
+    losses, ret, norms, metrics = imag_loss(
+        **jax.tree.map(time_first, outs),
+        norms=settings.norms,
+        states=norms,
+        disc=1.0 if settings.contdisc else 1 - 1 / settings.horizon,
+        update=training,
+        **dict(settings.imag_loss),
+    )
+    if settings.repval_loss and last > 1:
+        boot = ret[:, 0].reshape((batch, last))
+        data = {key: value[:, -last:] for key, value in data.items()}
+        feat = features(states)
+        losses["repval"], _, norms = repl_loss(
+            last=data["is_last"],
+            term=data["is_terminal"],
+            rew=data["reward"],
+            boot=boot,
+            value=params.val(feat if settings.repval_grad else sg(feat)),
+            slow=slowval(sg(feat)),
+            norms=settings.norms,
+            states=norms,
+            horizon=settings.horizon,
+            update=training,
+            **dict(settings.repl_loss),
+        )
+    return losses, norms, metrics
+
+
+def slow_update(state: State, value: TwoHotHead) -> tuple[TwoHotHead, Array]:
+    """Moves the slow value towards the value; returns it and the new count."""
+    settings = state.model.settings
+    count = state.slowval_count["value"]
+    rate = jnp.where(count % settings.slow_every == 0, settings.slow_rate, 0.0)
+    slow = jax.tree.map(
+        lambda old, new: (1 - rate) * old + rate * new, state.slowval, value
+    )
+    return slow, count + 1
+
+
+def norm_states(state: State) -> NormState:
+    """States of the normalisers by name."""
+    return {
+        "retnorm": state.retnorm,
+        "valnorm": state.valnorm,
+        "advnorm": state.advnorm,
+    }

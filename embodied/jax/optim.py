@@ -1,0 +1,167 @@
+"""The optimiser: clipping, scaling, momentum, decay, learning rate. Agent process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from embodied.jax.names import flat_name
+from embodied.jax.nets import Array, Tree
+
+SMALLEST_NORM = 1e-3  # Of weights, in clipping: new weights may be zero.
+FINAL_RATE = 0.1  # Share of the learning rate that schedules end with.
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """Adaptive clipping, then division by the RMS of gradients, then momentum.
+
+        state = optimizer.init(params)
+        updates, state, metrics = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+
+    An update with gradients that are not finite is skipped: it is zero, and the state
+    stays as it was but for the count of such updates in a row.
+
+    Attributes:
+      lr: learning rate.
+      agc: largest norm of a tensor's gradient relative to its weights; 0 for any.
+      eps: added to the root mean square of gradients.
+      beta1: decay of the momentum.
+      beta2: decay of the mean square of gradients.
+      momentum: whether to use momentum.
+      wd: weight decay of tensors whose name ends in `/kernel`.
+      schedule: learning rate after the warm-up: `const`, `linear` or `cosine`.
+      warmup: updates over which the learning rate rises from zero.
+      anneal: update at which the schedule has ended.
+    """
+
+    lr: float = 4e-5
+    agc: float = 0.3
+    eps: float = 1e-20
+    beta1: float = 0.9
+    beta2: float = 0.999
+    momentum: bool = True
+    wd: float = 0.0
+    schedule: str = "const"
+    warmup: int = 1000
+    anneal: int = 0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("const", "linear", "cosine"):
+            raise ValueError(
+                "Optimizer expected schedule const, linear or cosine, got "
+                f"{self.schedule!r}."
+            )
+        if self.schedule != "const" and self.anneal <= self.warmup:
+            raise ValueError(
+                f"Optimizer expected anneal above warmup ({self.warmup}) with schedule "
+                f"{self.schedule}, got {self.anneal}."
+            )
+
+    def init(self, params: Tree) -> dict[str, Any]:
+        """State before the first update."""
+        return {
+            "step": {"value": jnp.zeros((), jnp.int32)},
+            "nonfinite": {"value": jnp.zeros((), jnp.int32)},
+            "square": jax.tree.map(jnp.zeros_like, params),
+            "momentum": jax.tree.map(jnp.zeros_like, params) if self.momentum else {},
+        }
+
+    def update(
+        self, grads: Tree, state: dict[str, Any], params: Tree
+    ) -> tuple[Tree, dict[str, Any], dict[str, Array]]:
+        """Returns what to add to the parameters, the new state, and metrics.
+
+        Metrics: updates, grad_norm, grad_rms, update_rms, param_rms, param_count, and
+        nonfinite, the number of updates in a row that were skipped.
+        """
+        step, skipped = state["step"]["value"], state["nonfinite"]["value"]
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(grad_norm)
+        updates, square, momentum = self._direction(grads, state, params)
+        rate = jnp.where(finite, -self.rate(step), 0)
+        updates = jax.tree.map(lambda x: jnp.where(finite, rate * x, 0), updates)
+        new = {
+            "step": {"value": step + finite.astype(step.dtype)},
+            "nonfinite": {"value": jnp.where(finite, 0, skipped + 1)},
+            "square": keep_if(finite, square, state["square"]),
+            "momentum": keep_if(finite, momentum, state["momentum"]),
+        }
+        count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+        size = math.sqrt(max(count, 1))
+        metrics = {
+            "updates": new["step"]["value"],
+            "grad_norm": grad_norm,
+            "grad_rms": grad_norm / size,
+            "update_rms": optax.tree.norm(updates) / size,
+            "param_rms": optax.tree.norm(params) / size,
+            "param_count": jnp.array(count, jnp.int32),
+            "nonfinite": new["nonfinite"]["value"],
+        }
+        return updates, new, metrics
+
+    def _direction(
+        self, grads: Tree, state: dict[str, Any], params: Tree
+    ) -> tuple[Tree, Tree, Tree]:
+        """What to subtract, times the learning rate, and the moving averages."""
+        count = (state["step"]["value"] + 1).astype(jnp.float32)
+
+        def average(decay: float, old: Tree, new: Tree) -> tuple[Tree, Tree]:
+            """Moving average, as it is and corrected for its start at zero."""
+            mixed = jax.tree.map(lambda x, y: decay * x + (1 - decay) * y, old, new)
+            # 1 - decay^count, without the rounding of a difference close to zero.
+            weight = -jnp.expm1(count * math.log(decay)) if decay else 1.0
+            return mixed, jax.tree.map(lambda x: x / weight, mixed)
+
+        if self.agc:
+            clip = functools.partial(clip_adaptively, limit=self.agc)
+            grads = jax.tree.map(clip, grads, params)
+        squares = jax.tree.map(jnp.square, grads)
+        square, corrected = average(self.beta2, state["square"], squares)
+        updates = jax.tree.map(
+            lambda x, y: x / (jnp.sqrt(y) + self.eps), grads, corrected
+        )
+        momentum = state["momentum"]
+        if self.momentum:
+            momentum, updates = average(self.beta1, momentum, updates)
+        if self.wd:
+            updates = jax.tree_util.tree_map_with_path(
+                lambda path, x, y: (
+                    x + self.wd * y if flat_name(path).endswith("/kernel") else x
+                ),
+                updates,
+                params,
+            )
+        return updates, square, momentum
+
+    def rate(self, step: Array) -> Array:
+        """Learning rate at an update, counted from 0."""
+        step = step.astype(jnp.float32)
+        rate = jnp.array(self.lr, jnp.float32)
+        if self.schedule != "const":
+            length = self.anneal - self.warmup
+            done = jnp.clip((step - self.warmup) / length, 0, 1)
+            if self.schedule == "cosine":
+                done = 0.5 * (1 - jnp.cos(math.pi * done))
+            rate = rate * (1 - (1 - FINAL_RATE) * done)
+        if self.warmup:
+            rate = rate * jnp.minimum(1, step / self.warmup)
+        return rate
+
+
+def clip_adaptively(grad: Array, weight: Array, limit: float) -> Array:
+    """Bounds a tensor's gradient norm to `limit` times the norm of its weights."""
+    bound = limit * jnp.maximum(SMALLEST_NORM, jnp.linalg.norm(weight.ravel()))
+    return grad / jnp.maximum(1, jnp.linalg.norm(grad.ravel()) / bound)
+
+
+def keep_if(condition: Array, new: Tree, old: Tree) -> Tree:
+    """The new tree where the condition holds, else the old one."""
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)

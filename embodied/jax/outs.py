@@ -1,0 +1,254 @@
+"""Output distributions, all in float32, as pytrees of arrays. Agent process.
+
+Samples are made from noise that the caller draws, so that a scan over time can draw
+the noise of all its steps at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from embodied.jax.nets import Array, f32, sg
+
+BIN_RANGE = 20.0  # Bins of two-hot distributions reach from -symexp(20) to symexp(20).
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["logprobs"],
+    meta_fields=["event", "lowest"],
+)
+@dataclasses.dataclass(frozen=True)
+class Categorical:
+    """Independent categorical variables.
+
+    Attributes:
+      logprobs: [..., classes] logarithms of the probabilities.
+      event: number of axes before the last that belong to one event.
+      lowest: entropy of the least random distribution, per variable.
+    """
+
+    logprobs: Array
+    event: int = 0
+    lowest: float = 0.0
+
+    @classmethod
+    def of(cls, logits: Array, unimix: float = 0.0, event: int = 0) -> Categorical:
+        """Makes it from logits [..., classes], with a share of the uniform one."""
+        logits = f32(logits)
+        if not unimix:
+            return cls(jax.nn.log_softmax(logits), event)
+        classes = logits.shape[-1]
+        probs = (1 - unimix) * jax.nn.softmax(logits) + unimix / classes
+        return cls(jnp.log(probs), event, _least_entropy(classes, unimix))
+
+    @property
+    def probs(self) -> Array:
+        """Probabilities [..., classes]."""
+        return jnp.exp(self.logprobs)
+
+    def mode(self) -> Array:
+        """Most likely classes, int32."""
+        return jnp.argmax(self.logprobs, -1).astype(jnp.int32)
+
+    def sample(self, noise: Array) -> Array:
+        """Draws classes, int32, from Gumbel noise [..., classes]."""
+        return jnp.argmax(self.logprobs + noise, -1).astype(jnp.int32)
+
+    def straight_through(self, index: Array) -> Array:
+        """One-hots of classes, with the gradient of the probabilities."""
+        probs = self.probs
+        onehot = jax.nn.one_hot(index, probs.shape[-1], dtype=probs.dtype)
+        return sg(onehot) + (probs - sg(probs))
+
+    def logp(self, index: Array) -> Array:
+        """Log-probability of an event."""
+        # A product instead of a lookup, whose gradient would be a scatter.
+        onehot = jax.nn.one_hot(
+            index, self.logprobs.shape[-1], dtype=self.logprobs.dtype
+        )
+        return self._total((onehot * self.logprobs).sum(-1))
+
+    def entropy(self) -> Array:
+        """Entropy of the event."""
+        return self._total(-(self.probs * self.logprobs).sum(-1))
+
+    def entropy_bounds(self) -> tuple[float, float]:
+        """Least and greatest entropy that the event can have."""
+        shape = self.logprobs.shape
+        count = math.prod(shape[len(shape) - 1 - self.event : -1])
+        return count * self.lowest, count * math.log(shape[-1])
+
+    def kl(self, other: Categorical) -> Array:
+        """Divergence KL(self || other) of the event."""
+        return self._total((self.probs * (self.logprobs - other.logprobs)).sum(-1))
+
+    def _total(self, x: Array) -> Array:
+        return x.sum(tuple(range(x.ndim - self.event, x.ndim)))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["mean", "std"],
+    meta_fields=["event", "minstd", "maxstd"],
+)
+@dataclasses.dataclass(frozen=True)
+class BoundedNormal:
+    """Normal with a mean in -1..1 and bounds on its deviation; not squashed.
+
+    Attributes:
+      mean: [..., *event] mean.
+      std: [..., *event] standard deviation.
+      event: number of axes that belong to one event.
+      minstd: smallest standard deviation.
+      maxstd: largest standard deviation.
+    """
+
+    mean: Array
+    std: Array
+    event: int
+    minstd: float
+    maxstd: float
+
+    @classmethod
+    def of(
+        cls, mean: Array, std: Array, event: int, minstd: float, maxstd: float
+    ) -> BoundedNormal:
+        """Makes it from raw network outputs."""
+        deviation = (maxstd - minstd) * jax.nn.sigmoid(f32(std) + 2.0) + minstd
+        return cls(jnp.tanh(f32(mean)), deviation, event, minstd, maxstd)
+
+    def mode(self) -> Array:
+        """Most likely value."""
+        return self.mean
+
+    def sample(self, noise: Array) -> Array:
+        """Draws a value from standard normal noise."""
+        return self.mean + self.std * noise
+
+    def logp(self, value: Array) -> Array:
+        """Log-probability of an event."""
+        distance = (f32(value) - self.mean) / self.std
+        logp = -0.5 * jnp.square(distance) - jnp.log(self.std)
+        return self._total(logp - 0.5 * math.log(2 * math.pi))
+
+    def entropy(self) -> Array:
+        """Entropy of the event."""
+        return self._total(_normal_entropy(0.0) + jnp.log(self.std))
+
+    def entropy_bounds(self) -> tuple[float, float]:
+        """Least and greatest entropy that the event can have."""
+        count = math.prod(self.mean.shape[self.mean.ndim - self.event :])
+        low, high = math.log(self.minstd), math.log(self.maxstd)
+        return count * _normal_entropy(low), count * _normal_entropy(high)
+
+    def _total(self, x: Array) -> Array:
+        return x.sum(tuple(range(x.ndim - self.event, x.ndim)))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["logit"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Binary:
+    """Bernoulli variable.
+
+    Attributes:
+      logit: [...] log-odds.
+    """
+
+    logit: Array
+
+    def prob(self) -> Array:
+        """Probability of one."""
+        return jax.nn.sigmoid(f32(self.logit))
+
+    def loss(self, target: Array) -> Array:
+        """Cross-entropy to a target in 0..1."""
+        logit = f32(self.logit)
+        target = sg(f32(target))
+        positive, negative = jax.nn.log_sigmoid(logit), jax.nn.log_sigmoid(-logit)
+        return -(target * positive + (1 - target) * negative)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["logits"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class TwoHot:
+    """Scalar as a distribution over bins that are spaced by symexp.
+
+    Attributes:
+      logits: [..., bins], an odd number of bins.
+    """
+
+    logits: Array
+
+    def pred(self) -> Array:
+        """Mean, exactly zero where all logits are equal.
+
+        Products of mirrored bins are added first, so that they cancel.
+        """
+        logits = f32(self.logits)
+        weighted = jax.nn.softmax(logits) * self._bins(logits)
+        middle = logits.shape[-1] // 2
+        below, above = weighted[..., :middle][..., ::-1], weighted[..., middle + 1 :]
+        return weighted[..., middle] + (below + above).sum(-1)
+
+    def loss(self, target: Array) -> Array:
+        """Cross-entropy to the two bins around a raw value [...].
+
+        Each of the two has the weight of the distance to the other. Targets outside
+        the bins are clipped to the last bin.
+        """
+        logits = f32(self.logits)
+        target = sg(f32(target))[..., None]
+        bins = self._bins(logits)
+        count = bins.shape[0]
+        below = (bins <= target).sum(-1) - 1
+        above = count - (bins > target).sum(-1)
+        below, above = jnp.clip(below, 0, count - 1), jnp.clip(above, 0, count - 1)
+        same = below == above
+        target = target[..., 0]
+        to_below = jnp.where(same, 1, jnp.abs(bins[below] - target))
+        to_above = jnp.where(same, 1, jnp.abs(bins[above] - target))
+        total = to_below + to_above
+        dtype = logits.dtype
+        weights = (
+            jax.nn.one_hot(below, count, dtype=dtype) * (to_above / total)[..., None]
+            + jax.nn.one_hot(above, count, dtype=dtype) * (to_below / total)[..., None]
+        )
+        return -(sg(weights) * jax.nn.log_softmax(logits)).sum(-1)
+
+    def _bins(self, logits: Array) -> Array:
+        return jnp.asarray(twohot_bins(logits.shape[-1]), logits.dtype)
+
+
+@functools.cache
+def twohot_bins(count: int) -> np.ndarray:
+    """Values of `count` bins (an odd number): symexp of even steps, mirrored."""
+    half = np.linspace(-BIN_RANGE, 0, (count + 1) // 2, dtype=np.float32)
+    half = -np.expm1(-half)
+    return np.concatenate([half, -half[:-1][::-1]])
+
+
+def squared_error(prediction: Array, target: Array, event: int) -> Array:
+    """Squared error, summed over the last `event` axes."""
+    error = jnp.square(f32(prediction) - sg(f32(target)))
+    return error.sum(tuple(range(error.ndim - event, error.ndim)))
+
+
+def _least_entropy(classes: int, unimix: float) -> float:
+    rare = unimix / classes
+    often = 1 - unimix + rare
+    return -often * math.log(often) - (classes - 1) * rare * math.log(rare)
+
+
+def _normal_entropy(log_std: float) -> float:
+    return 0.5 * math.log(2 * math.pi * math.e) + log_std

@@ -1,0 +1,92 @@
+"""Observations and actions as network inputs, missing ones included. Agent process."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from embodied.jax.nets import f32
+from embodied.space import Space
+
+Array = jax.Array
+
+MOST_CLASSES = 2**16  # Beyond this an integer is a number, not a category.
+
+
+def classes(space: Space, key: str) -> int:
+    """Number of classes of a discrete space, the same for all its elements."""
+    found = np.unique(space.classes)
+    if len(found) != 1 or found[0] > MOST_CLASSES:
+        raise ValueError(
+            f"{key!r} expected the same number of classes, at most {MOST_CLASSES}, "
+            f"for all elements, got {space}. Give the space its bounds, split the key, "
+            "or convert it to float32."
+        )
+    return int(found[0])
+
+
+def vector_size(space: Space, key: str) -> int:
+    """Length of the vector that `encode` makes of a value."""
+    size = math.prod(space.shape)
+    return size * classes(space, key) if space.discrete else size
+
+
+def present(space: Space, value: Array) -> Array:
+    """Whether no element of a value is missing: [..., *space.shape] to [...] bool.
+
+    Missing is what is not finite in floats (-inf by convention; NaN would otherwise
+    spoil the weights), and -1 in signed integers whose space does not contain it.
+    """
+    lead = value.shape[: value.ndim - len(space.shape)]
+    axes = tuple(range(len(lead), value.ndim))
+    if space.dtype.kind == "f":
+        return jnp.isfinite(value).all(axes)
+    if space.dtype.kind == "i" and np.all(np.asarray(space.low) > -1):
+        return (value != -1).all(axes)
+    return jnp.ones(lead, bool)
+
+
+def class_index(space: Space, value: Array) -> Array:
+    """Turns discrete values into indices from 0 on, int32."""
+    index = value.astype(jnp.int32)
+    if space.dtype.kind == "b":
+        return index
+    return index - jnp.asarray(space.low, jnp.int32)
+
+
+def class_value(space: Space, index: Array) -> Array:
+    """Inverse of `class_index`, in the dtype of the space."""
+    if space.dtype.kind == "b":
+        return index.astype(bool)
+    return (index + jnp.asarray(space.low, jnp.int32)).astype(jax_dtype(space))
+
+
+def jax_dtype(space: Space) -> np.dtype:
+    """The dtype of values in JAX, which has no 64 bits by default."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(space.dtype))
+
+
+def encode(space: Space, key: str, value: Array) -> Array:
+    """Flattens a value to a float32 vector; discrete ones become one-hots.
+
+    Missing values become zeros.
+
+    Args:
+      value: [..., *space.shape], of the dtype of the space.
+
+    Returns:
+      [..., vector_size] float32.
+    """
+    there = present(space, value)
+    lead = there.shape
+    if space.discrete:
+        index = class_index(space, value)
+        vector = jax.nn.one_hot(index, classes(space, key), dtype=jnp.float32)
+    else:
+        vector = f32(value)
+    vector = vector.reshape((*lead, -1))
+    # Selected, not multiplied, since zero times infinity is not zero.
+    return jnp.where(there[..., None], vector, 0)

@@ -1,0 +1,411 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agent_testing import TOLERANCE, golden
+from jax.test_util import check_grads
+
+from dreamerv3.losses import (
+    Norms,
+    continue_target,
+    imag_loss,
+    kl_losses,
+    policy_loss,
+    repl_loss,
+    value_loss,
+)
+from embodied.jax.normalize import Normalizer
+from embodied.jax.outs import BoundedNormal, Categorical, TwoHot, twohot_bins
+
+OFF = Normalizer("none")
+IMAG = {"disc": 1.0, "lam": 0.95, "actent": 3e-4, "slowreg": 1.0, "slowtar": False}
+REPL = {"horizon": 333, "lam": 0.95, "slowreg": 1.0, "slowtar": False}
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def golden_imagination():
+    data = {k: jnp.asarray(v) for k, v in golden("functions").items()}
+    policy = {
+        "cont": BoundedNormal.of(
+            data["im_policy_mean"], data["im_policy_std_raw"], 1, 0.1, 1.0
+        ),
+        "disc": Categorical.of(data["im_policy_logits"]),
+    }
+    inputs = {
+        "rew": data["im_rew"],
+        "con": data["im_con"],
+        "value": TwoHot(data["im_value_logits"]),
+        "slow": TwoHot(data["im_slow_logits"]),
+        "policy": jax.tree.map(lambda x: x[:, :-1], policy),
+        "actions": {
+            "cont": data["im_act_cont"][:, :-1],
+            "disc": data["im_act_disc"][:, :-1],
+        },
+    }
+    # A normaliser whose scale is that of the golden data, whatever comes in.
+    scale = data["im_retscale"]
+    fixed = Normalizer("perc", limit=1.0, debias=False)
+    states = {
+        "retnorm": {"lo": {"value": jnp.zeros(())}, "hi": {"value": scale}},
+        "valnorm": {},
+        "advnorm": {},
+    }
+    return inputs, {"norms": Norms(fixed, OFF, OFF), "states": states}
+
+
+def golden_replay():
+    data = {k: jnp.asarray(v) for k, v in golden("functions").items()}
+    return {
+        "last": data["rp_last"],
+        "term": data["rp_term"],
+        "rew": data["im_rew"],
+        "boot": data["rp_boot"],
+        "value": TwoHot(data["im_value_logits"]),
+        "slow": TwoHot(data["im_slow_logits"]),
+    }, {"norms": Norms(OFF, OFF, OFF), "states": Norms(OFF, OFF, OFF).init()}
+
+
+def test_imag_loss_equals_golden():
+    inputs, norms = golden_imagination()
+    losses, ret, _, metrics = imag_loss(**inputs, **norms, **IMAG, update=False)
+    data = golden("functions")
+    np.testing.assert_allclose(losses["policy"], data["im_loss_policy"], **TOLERANCE)
+    np.testing.assert_allclose(losses["value"], data["im_loss_value"], **TOLERANCE)
+    np.testing.assert_allclose(ret, data["im_ret"], **TOLERANCE)
+    np.testing.assert_allclose(
+        metrics["weight"], np.cumprod(data["im_con"], 1)[:, :-1].mean(), rtol=1e-5
+    )
+
+
+def test_repl_loss_equals_golden():
+    inputs, norms = golden_replay()
+    loss, ret, _ = repl_loss(**inputs, **norms, **REPL, update=True)
+    data = golden("functions")
+    np.testing.assert_allclose(loss, data["rp_loss"], **TOLERANCE)
+    np.testing.assert_allclose(ret, data["rp_ret"], **TOLERANCE)
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def slow_twohot_loss(logits, target):
+    """Cross-entropy to the two bins around a scalar target."""
+    bins = twohot_bins(len(logits)).astype(np.float64)
+    target = np.clip(target, bins[0], bins[-1])
+    weights = np.zeros(len(bins))
+    above = int(np.searchsorted(bins, target))
+    if bins[above] == target:
+        weights[above] = 1
+    else:
+        width = bins[above] - bins[above - 1]
+        weights[above - 1] = (bins[above] - target) / width
+        weights[above] = (target - bins[above - 1]) / width
+    return -(weights * np.log(softmax(logits.astype(np.float64)))).sum()
+
+
+def test_imag_loss_equals_loops():
+    inputs, norms = golden_imagination()
+    losses, ret, _, _ = imag_loss(**inputs, **norms, **IMAG, update=False)
+    value, slow = np.asarray(inputs["value"].logits), inputs["slow"].pred()
+    pred = np.asarray(inputs["value"].pred())
+    con = np.asarray(inputs["con"])
+    logits = np.asarray(inputs["policy"]["disc"].logprobs)
+    mean, std = (np.asarray(x) for x in jax.tree.leaves(inputs["policy"]["cont"]))
+    act_disc = np.asarray(inputs["actions"]["disc"])
+    act_cont = np.asarray(inputs["actions"]["cont"])
+    for b in range(3):
+        weight = 1.0
+        for t in range(5):
+            weight *= con[b, t]
+            adv = (ret[b, t] - pred[b, t]) / 2.5
+            probs = softmax(logits[b, t])
+            logp = np.log(probs[act_disc[b, t]])
+            entropy = -(probs * np.log(probs)).sum()
+            for m, s, a in zip(mean[b, t], std[b, t], act_cont[b, t]):
+                logp -= 0.5 * ((a - m) / s) ** 2 + np.log(s * np.sqrt(2 * np.pi))
+                entropy += 0.5 * np.log(2 * np.pi * np.e * s**2)
+            policy = -weight * (logp * adv + 3e-4 * entropy)
+            np.testing.assert_allclose(losses["policy"][b, t], policy, **TOLERANCE)
+            both = slow_twohot_loss(value[b, t], ret[b, t])
+            both += slow_twohot_loss(value[b, t], slow[b, t])
+            np.testing.assert_allclose(
+                losses["value"][b, t], weight * both, **TOLERANCE
+            )
+
+
+def test_impossible_steps_have_no_loss():
+    inputs, norms = golden_imagination()
+    inputs["con"] = inputs["con"].at[:, 2].set(0)
+    losses, _, _, _ = imag_loss(**inputs, **norms, **IMAG, update=False)
+    for loss in losses.values():
+        assert np.all(loss[:, :2] != 0)
+        np.testing.assert_array_equal(loss[:, 2:], 0)
+
+
+def test_slow_targets_replace_the_value_in_returns():
+    inputs, norms = golden_imagination()
+    options = {**IMAG, "slowtar": True, "slowreg": 0.0}
+    slow = imag_loss(**inputs, **norms, **options, update=False)
+    swapped = {**inputs, "value": inputs["slow"]}
+    options = {**IMAG, "slowreg": 0.0}
+    fast = imag_loss(**swapped, **norms, **options, update=False)
+    np.testing.assert_array_equal(slow[1], fast[1])
+    np.testing.assert_array_equal(slow[0]["policy"], fast[0]["policy"])
+
+
+def test_discount_outside_of_continues():
+    inputs, norms = golden_imagination()
+    options = {**IMAG, "disc": 0.9}
+    losses, ret, _, _ = imag_loss(**inputs, **norms, **options, update=False)
+    scaled = {**inputs, "con": inputs["con"] * 0.9}
+    inside, same, _, _ = imag_loss(**scaled, **norms, **IMAG, update=False)
+    np.testing.assert_allclose(ret, same, rtol=1e-5)
+    # The weight of the first step has no discount, so all are divided by it.
+    np.testing.assert_allclose(losses["policy"] * 0.9, inside["policy"], rtol=1e-5)
+
+
+def test_return_scale_is_updated_before_it_is_used_and_not_in_reports():
+    inputs, norms = golden_imagination()
+    before = norms["states"]["retnorm"]
+    _, ret, states, trained = imag_loss(**inputs, **norms, **IMAG, update=True)
+    expected = norms["norms"].retnorm.update(before, ret)
+    np.testing.assert_allclose(
+        states["retnorm"]["hi"]["value"], expected["hi"]["value"], rtol=1e-6
+    )
+    _, scale = norms["norms"].retnorm.stats(states["retnorm"])
+    raw = ret - inputs["value"].pred()[:, :-1]
+    np.testing.assert_allclose(trained["adv"], (raw / scale).mean(), rtol=1e-4)
+    _, _, kept, _ = imag_loss(**inputs, **norms, **IMAG, update=False)
+    assert kept == norms["states"]
+
+
+def normalized_inputs():
+    inputs, _ = golden_imagination()
+    norms = Norms(OFF, Normalizer("meanstd"), Normalizer("meanstd"))
+    states = norms.init()
+    for name, x in (("valnorm", [1.0, 5.0]), ("advnorm", [2.0, 4.0])):
+        states[name] = getattr(norms, name).update(states[name], jnp.array(x))
+    return inputs, norms, states
+
+
+def test_value_normaliser_scales_predictions_and_inversely_targets():
+    inputs, norms, states = normalized_inputs()
+    options = {"norms": norms, "states": states, **IMAG, "update": False}
+    losses, ret, _, metrics = imag_loss(**inputs, **options)
+    offset, scale = norms.valnorm.stats(states["valnorm"])
+    np.testing.assert_allclose([offset, scale], [3, 2], rtol=1e-5)
+    value = inputs["value"].pred() * 2 + 3
+    np.testing.assert_allclose(metrics["val"], value.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["tar"], ((ret - 3) / 2).mean(), rtol=1e-4)
+    inner = TwoHot(inputs["value"].logits[:, :-1])
+    weight = jnp.cumprod(inputs["con"], 1)[:, :-1]
+    # The slow regulariser uses the raw prediction.
+    slow = inputs["slow"].pred()[:, :-1]
+    expected = value_loss(inner, (ret - 3) / 2, slow, weight, 1.0)
+    np.testing.assert_allclose(losses["value"], expected, **TOLERANCE)
+
+
+def test_advantage_normaliser_subtracts_its_offset():
+    inputs, norms, states = normalized_inputs()
+    norms = dataclasses.replace(norms, valnorm=OFF)
+    options = {"norms": norms, "states": {**states, "valnorm": {}}, "update": False}
+    losses, ret, _, _ = imag_loss(**inputs, **options, **{**IMAG, "actent": 0.0})
+    adv = (ret - inputs["value"].pred()[:, :-1] - 3) / 1
+    logp = sum(inputs["policy"][k].logp(inputs["actions"][k]) for k in inputs["policy"])
+    weight = jnp.cumprod(inputs["con"], 1)[:, :-1]
+    np.testing.assert_allclose(losses["policy"], -weight * logp * adv, rtol=1e-4)
+
+
+def test_replay_loss_ignores_the_ends_of_episodes():
+    inputs, norms = golden_replay()
+    inputs["last"] = inputs["last"].at[:, 1].set(True)
+    loss, _, _ = repl_loss(**inputs, **norms, **REPL, update=False)
+    np.testing.assert_array_equal(loss[:, 1], 0)
+
+
+def test_replay_loss_equals_loops():
+    inputs, norms = golden_replay()
+    loss, ret, _ = repl_loss(**inputs, **norms, **REPL, update=False)
+    value, slow = np.asarray(inputs["value"].logits), inputs["slow"].pred()
+    for b in range(3):
+        for t in range(5):
+            both = slow_twohot_loss(value[b, t], ret[b, t])
+            both += slow_twohot_loss(value[b, t], slow[b, t])
+            expected = both * (1 - inputs["last"][b, t].astype(np.float32))
+            np.testing.assert_allclose(loss[b, t], expected, **TOLERANCE)
+
+
+def test_replay_loss_with_slow_targets_bootstraps_from_the_slow_value():
+    inputs, norms = golden_replay()
+    options = {**REPL, "slowtar": True}
+    _, slow, _ = repl_loss(**inputs, **norms, **options, update=False)
+    inputs["boot"] = inputs["slow"].pred()
+    _, expected, _ = repl_loss(**inputs, **norms, **REPL, update=False)
+    np.testing.assert_array_equal(slow, expected)
+
+
+def test_replay_loss_updates_the_value_normaliser():
+    inputs, _ = golden_replay()
+    norms = Norms(OFF, Normalizer("meanstd"), OFF)
+    options = {"norms": norms, "states": norms.init(), **REPL}
+    _, ret, states = repl_loss(**inputs, **options, update=True)
+    mean, _ = norms.valnorm.stats(states["valnorm"])
+    np.testing.assert_allclose(mean, ret.mean(), rtol=1e-5)
+    assert repl_loss(**inputs, **options, update=False)[2] == norms.init()
+
+
+def kl_inputs():
+    data = golden("functions")
+    return [jnp.asarray(data[k]) for k in ("kl_post", "kl_prior")]
+
+
+def kl_terms(post, prior, free=0.0):
+    return kl_losses(
+        Categorical.of(post, 0.01, 1), Categorical.of(prior, 0.01, 1), free
+    )
+
+
+def test_kl_losses_equal_golden_without_free_nats():
+    for loss in kl_terms(*kl_inputs()):
+        np.testing.assert_allclose(loss, golden("functions")["kl"], **TOLERANCE)
+
+
+def test_kl_losses_equal_a_loop():
+    post, prior = kl_inputs()
+    dyn, _ = kl_terms(post, prior)
+    for b, t in np.ndindex(3, 7):
+        expected = 0.0
+        for group in range(8):
+            p = 0.99 * softmax(np.asarray(post[b, t, group])) + 0.01 / 16
+            q = 0.99 * softmax(np.asarray(prior[b, t, group])) + 0.01 / 16
+            expected += (p * (np.log(p) - np.log(q))).sum()
+        np.testing.assert_allclose(dyn[b, t], expected, **TOLERANCE)
+
+
+def test_free_nats_bound_the_sum_of_all_groups_and_stop_its_gradient():
+    post, prior = kl_inputs()
+    exact = kl_terms(post, prior)[0]
+    free = float(exact.mean())
+    dyn, rep = kl_terms(post, prior, free)
+    np.testing.assert_allclose(dyn, jnp.maximum(exact, free), rtol=1e-6)
+    np.testing.assert_array_equal(dyn, rep)
+    grad = jax.grad(lambda prior: kl_terms(post, prior, free)[0].sum())(prior)
+    moved = jnp.abs(grad).sum((-1, -2)) > 0
+    np.testing.assert_array_equal(moved, exact > free)
+
+
+def test_equal_distributions_have_no_divergence():
+    post, _ = kl_inputs()
+    for loss in kl_terms(post, post):
+        np.testing.assert_allclose(loss, 0, atol=1e-5)
+
+
+def test_each_kl_loss_trains_one_side():
+    def grads(index):
+        return jax.grad(lambda x: kl_terms(*x)[index].sum())(kl_inputs())
+
+    dyn_post, dyn_prior = grads(0)
+    rep_post, rep_prior = grads(1)
+    assert not np.any(dyn_post)
+    assert np.all(np.any(dyn_prior, -1))
+    assert np.all(np.any(rep_post, -1))
+    assert not np.any(rep_prior)
+
+
+def test_continue_target_holds_the_discount_if_it_is_predicted():
+    terminal = jnp.array([False, True])
+    np.testing.assert_allclose(
+        continue_target(terminal, 333, True), [1 - 1 / 333, 0], rtol=1e-6
+    )
+    np.testing.assert_array_equal(continue_target(terminal, 333, False), [1, 0])
+
+
+def test_policy_loss_by_hand():
+    logp, entropy, adv, weight = (jnp.array([[x]]) for x in (-2.0, 3.0, 5.0, 0.5))
+    loss = policy_loss(logp, entropy, adv, weight, 0.1)
+    np.testing.assert_allclose(loss, [[0.5 * (10 - 0.3)]], rtol=1e-6)
+
+
+def test_only_log_probability_and_entropy_get_gradient_from_the_policy_loss():
+    inputs = [jnp.array([[x]]) for x in (-2.0, 3.0, 5.0, 0.5)]
+    grads = jax.grad(lambda x: policy_loss(*x, 0.1).sum())(inputs)
+    np.testing.assert_allclose(np.ravel(grads), [-2.5, -0.05, 0, 0], rtol=1e-6)
+
+
+def test_only_the_value_gets_gradient_from_the_value_loss():
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 11))
+    others = [jnp.full((2, 3), x) for x in (1.5, -0.5, 0.7)]
+
+    def total(logits, others):
+        return value_loss(TwoHot(logits), *others, 0.5).sum()
+
+    grad, rest = jax.grad(total, (0, 1))(logits, others)
+    assert np.any(grad)
+    assert not np.any(rest)
+
+
+def test_imag_loss_sends_gradient_to_value_and_policy_alone():
+    inputs, norms = golden_imagination()
+    floats = {k: v for k, v in inputs.items() if k != "actions"}
+
+    def total(floats, force):
+        actions = {**inputs["actions"], "cont": force}
+        losses, _, _, _ = imag_loss(
+            **floats, actions=actions, **norms, **IMAG, update=True
+        )
+        return sum(loss.sum() for loss in losses.values())
+
+    grads, force = jax.grad(total, (0, 1))(floats, inputs["actions"]["cont"])
+    moved = {key: any(map(np.any, jax.tree.leaves(x))) for key, x in grads.items()}
+    expected = dict.fromkeys(("rew", "con", "slow"), False)
+    assert moved == {**expected, "value": True, "policy": True}
+    assert not np.any(force)
+
+
+@pytest.mark.parametrize("free", [0.0, 1.0])
+def test_kl_gradients_equal_finite_differences(free):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        post, prior = (jnp.asarray(x) for x in rng.normal(size=(2, 2, 3, 4)) * 2)
+        check_grads(lambda x: kl_terms(post, x, free)[0], (prior,), 1, ["rev"])
+        check_grads(lambda x: kl_terms(x, prior, free)[1], (post,), 1, ["rev"])
+
+
+def test_value_gradients_equal_finite_differences():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        logits = jnp.asarray(rng.normal(size=(2, 3, 21)))
+        target, slow = (jnp.asarray(x) for x in rng.normal(size=(2, 2, 3)) * 50)
+        weight = jnp.asarray(rng.random((2, 3)))
+
+        def function(logits):
+            return value_loss(TwoHot(logits), target, slow, weight, 0.5)
+
+        check_grads(function, (logits,), 1, ["rev"])
+
+
+def test_policy_gradients_equal_finite_differences():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        mean, std = (jnp.asarray(x) for x in rng.normal(size=(2, 2, 3, 2)))
+        logits, force = rng.normal(size=(2, 3, 4)), rng.normal(size=(2, 3, 2))
+        move = jnp.asarray(rng.integers(0, 4, (2, 3)))
+        adv, weight = (jnp.asarray(x) for x in rng.normal(size=(2, 2, 3)))
+
+        def function(mean, std, logits):
+            cont = BoundedNormal.of(mean, std, 1, 0.1, 1.0)
+            disc = Categorical.of(logits, 0.01)
+            logp = cont.logp(jnp.asarray(force)) + disc.logp(move)
+            entropy = cont.entropy() + disc.entropy()
+            return policy_loss(logp, entropy, adv, weight, 0.1)
+
+        check_grads(function, (mean, std, jnp.asarray(logits)), 1, ["rev"])

@@ -1,0 +1,77 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from embodied.jax.recurrence import recur
+
+
+def step(params, carry, inputs):
+    """A small recurrent network with an output that does not feed back."""
+    hidden = jnp.tanh(carry["h"] @ params["w"] + inputs["x"] @ params["u"])
+    new = {"h": hidden, "c": carry["c"] * inputs["keep"] + jnp.sin(hidden)}
+    return new, new["c"] @ params["v"]
+
+
+def ordinary(params, carry, inputs):
+    def body(carry, inputs):
+        carry, outputs = step(params, carry, inputs)
+        return carry, (carry, outputs)
+
+    return jax.lax.scan(body, carry, inputs)[1]
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    params = {"w": normal(4, 4), "u": normal(3, 4), "v": normal(4, 2)}
+    carry = {"h": normal(2, 4), "c": normal(2, 4)}
+    keep = jnp.asarray(rng.random((6, 2, 1)) > 0.3, jnp.float32)
+    return params, carry, {"x": normal(6, 2, 3), "keep": keep}
+
+
+@pytest.mark.parametrize("unroll", [1, 3])
+def test_values_equal_those_of_a_scan(arguments, unroll):
+    result = recur(step, unroll, *arguments)
+    jax.tree.map(np.testing.assert_array_equal, result, ordinary(*arguments))
+
+
+@pytest.mark.parametrize("unroll", [1, 3])
+def test_gradients_equal_those_of_a_scan(arguments, unroll):
+    rng = np.random.default_rng(1)
+    shapes = jax.eval_shape(ordinary, *arguments)
+    weights = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), shapes
+    )
+
+    def total(function, *arguments):
+        products = jax.tree.map(
+            lambda x, y: (x * y).sum(), function(*arguments), weights
+        )
+        return sum(jax.tree.leaves(products))
+
+    def ours(*arguments):
+        return recur(step, unroll, *arguments)
+
+    expected = jax.grad(lambda *a: total(ordinary, *a), (0, 1, 2))(*arguments)
+    result = jax.jit(jax.grad(lambda *a: total(ours, *a), (0, 1, 2)))(*arguments)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
+        result,
+        expected,
+    )
+
+
+def test_the_backward_loop_holds_no_gradient_of_weights(arguments):
+    def total(params):
+        return recur(step, 1, params, *arguments[1:])[1].sum()
+
+    text = str(jax.make_jaxpr(jax.grad(total))(arguments[0]))
+    loops = text.split("scan[")[1:]
+    assert len(loops) == 2
+    # What a loop adds up over its steps would be among its carries: h and c alone.
+    assert all("num_carry=2" in loop for loop in loops)
