@@ -1,0 +1,166 @@
+"""The DreamerV3 agent: its functions, on the devices that the configuration names.
+
+Agent process.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from dreamerv3 import model
+from dreamerv3.config import read_blocks
+from dreamerv3.encoder import SIGNALS
+from dreamerv3.report import parameter_summary, report_step
+from dreamerv3.training import train_step
+from embodied.base import Array, Spaces, Tree
+from embodied.jax.agent import AgentOptions, JaxAgent
+from embodied.jax.algorithm import Algorithm
+from embodied.jax.setup import Backend, setup
+
+logger = logging.getLogger("embodied.agent")
+
+# Steps per iteration of the loops over time. Accelerators mostly wait for small
+# kernels, which fewer iterations make fewer; the cpu mostly waits for the compiler.
+UNROLL = {"scan": 4, "imagine": 5}
+CPU_UNROLL = {"scan": 1, "imagine": 1}
+
+# Keys of batches beside observations and actions.
+BATCH_KEYS = ("consec", "stepid")
+LATENT_KEYS = (model.DETER, model.STOCH)
+
+
+class Agent(JaxAgent):
+    """Learns a world model, and a policy in it. See `embodied.Agent` for its use.
+
+    Args:
+      obs_space: spaces by key, `reward`, `is_first`, `is_last` and `is_terminal`
+        among them; keys that start with `log/` are left out.
+      act_space: spaces by key; `reset` is left out.
+      config: the whole configuration. What is missing of it at the top level is
+        taken from the defaults.
+      compiler: options of the compiler.
+
+    Raises:
+      ValueError: spaces or settings that the agent cannot work with.
+      SetupError: the devices are not those that the settings ask for.
+    """
+
+    def __init__(
+        self,
+        obs_space: Spaces,
+        act_space: Spaces,
+        config: Mapping[str, Any],
+        *,
+        compiler: Mapping[str, Any] | None = None,
+    ):
+        config = {**read_blocks()["defaults"], **config}
+        self._report = config["agent"]["report"]
+        backend = _setup(config)
+        algorithm = make_algorithm(obs_space, act_space, config, backend)
+        options = _options(config, compiler)
+        super().__init__(algorithm, options)
+        logger.info(
+            "The agent computes in %s on %s. It has %s",
+            backend.compute_dtype,
+            backend.platform,
+            parameter_summary(self._learner.shapes.model),
+        )
+
+    def report(
+        self, carry: Tree, batch: Mapping[str, Array]
+    ) -> tuple[Tree, dict[str, Array]]:
+        """Computes metrics and videos, unless `agent.report` is off."""
+        return super().report(carry, batch) if self._report else (carry, {})
+
+
+def make_algorithm(
+    obs_space: Spaces, act_space: Spaces, config: Mapping[str, Any], backend: Backend
+) -> Algorithm:
+    """Puts the agent's functions together."""
+    settings = config["agent"]
+    context = config["replay_context"]
+    observations = dict(model.named_spaces(obs_space, ()))
+    observations = {k: v for k, v in observations.items() if not k.startswith("log/")}
+    missing = [key for key in SIGNALS if key not in observations]
+    if missing:
+        raise ValueError(
+            f"The agent expected observations {', '.join(SIGNALS)}, got "
+            f"{', '.join(observations)}. Add {', '.join(missing)} to the environment."
+        )
+    actions = dict(model.named_spaces(act_space, ("reset",)))
+    init = functools.partial(
+        model.init,
+        obs_space=observations,
+        act_space=actions,
+        config=settings,
+        compute_dtype=backend.compute_dtype,
+        replay_context=context,
+        priority=config["replay"]["fracs"]["priority"] > 0,
+        unroll=CPU_UNROLL if backend.platform == "cpu" else UNROLL,
+    )
+    same = settings["eval_mode"] == "sample"
+    return Algorithm(
+        init=init,
+        carry=_carry,
+        train=train_step,
+        report=functools.partial(report_step, gradients=settings["report_gradnorms"]),
+        policy_params=_policy_params,
+        policy=model.policy,
+        observations={
+            key: space
+            for key, space in observations.items()
+            if key not in SIGNALS or key == "is_first"
+        },
+        batch_keys=(
+            *observations,
+            *actions,
+            *BATCH_KEYS,
+            *(LATENT_KEYS if context else ()),
+        ),
+        modes={"train": "train", "eval": "train" if same else "eval"},
+    )
+
+
+def _setup(config: Mapping[str, Any]) -> Backend:
+    given = config["jax"]
+    same = (
+        *("platform", "compute_dtype", "mock_devices", "prealloc", "jit", "debug"),
+        *("deterministic", "expect_devices", "coordinator_address"),
+    )
+    return setup(
+        **{name: given[name] for name in same},
+        replica=config["replica"],
+        replicas=config["replicas"],
+        train_devices=len(given["train_devices"]),
+    )
+
+
+def _options(
+    config: Mapping[str, Any], compiler: Mapping[str, Any] | None
+) -> AgentOptions:
+    run, given = config["run"], config["jax"]
+    batch = run["actor_batch"]
+    return AgentOptions(
+        seed=config["seed"],
+        train_devices=tuple(given["train_devices"]),
+        train_mesh=given["train_mesh"],
+        policy_devices=tuple(given["policy_devices"]),
+        policy_mesh=given["policy_mesh"],
+        enable_policy=given["enable_policy"],
+        deterministic=given["deterministic"],
+        actor_batch=batch if batch > 0 else max(1, run["envs"] // 2),
+        max_nonfinite=run["max_nonfinite"],
+        folder=config["logdir"],
+        compiler=compiler,
+    )
+
+
+def _carry(params: Any, rows: int) -> model.Carry:
+    return model.init_carry(getattr(params, "model", params), rows)
+
+
+def _policy_params(state: model.State) -> model.Policy:
+    return model.policy_params(state.model)

@@ -1,0 +1,147 @@
+"""Reports: losses, gradient norms, open-loop predictions. Agent process.
+
+Pure functions of arrays, to be compiled by the caller:
+
+    carry, metrics = report_step(state, carry, batch, seed)
+
+An open-loop video, for one image key:
+
+    sequence 0   sequence 1   ...
+    truth        truth             green border while observed,
+    prediction   prediction        red while imagined,
+    error        error             black frames at the end
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from dreamerv3.diagnostics import gradient_norms, open_loop
+from dreamerv3.model import Carry, Model, State, as_key
+from dreamerv3.training import Batch, Metrics, loss_terms, norm_states
+from embodied.jax import values
+from embodied.jax.names import flat_params
+from embodied.jax.nets import Array, Tree, f32, symlog
+
+SEQUENCES = 6  # Side by side in a video.
+BORDER = 2  # Pixels.
+PAUSE = 10  # Black frames.
+GREEN, RED = (0, 255, 0), (255, 0, 0)
+
+
+def report_step(
+    state: State,
+    carry: Carry,
+    batch: Batch,
+    seed: Array,
+    gradients: bool = False,
+) -> tuple[Carry, Metrics]:
+    """Computes metrics on a batch without training.
+
+    Args:
+      state: from `dreamerv3.model.init`.
+      carry: of the last batch of the report, or from `init_carry`.
+      batch: arrays [B, K + T, ...] by key, latents [B, K, ...].
+      seed: random key, or its data, or an integer.
+      gradients: whether to report the norm of each loss's gradient.
+
+    Returns:
+      The new carry, and metrics: those of training that are no optimiser's, and
+      `openloop/KEY`, a video [frames, height, width, 3] uint8 for images. If no
+      observation is an image, there are `openloop/KEY_error` [T] for vectors, and its
+      means `openloop/KEY_observed` and `openloop/KEY_imagined`.
+    """
+    loss_key, loop_key = jax.random.split(as_key(seed))
+    _, (new_carry, _, metrics, _) = loss_terms(
+        state.model, carry, batch, loss_key, state.slowval, norm_states(state), False
+    )
+    if gradients:
+        metrics.update(gradient_norms(state, carry, batch, loss_key))
+    steps = batch["is_first"].shape[1] - state.model.settings.replay_context
+    if steps > 1:  # Else there are no two halves.
+        metrics.update(_open_loop_metrics(state.model, carry, batch, loop_key))
+    return new_carry, metrics
+
+
+def open_loop_video(truth: Array, prediction: Array) -> Array:
+    """Draws images and their predictions.
+
+    Args:
+      truth: [B, T, H, W, C] uint8.
+      prediction: [B, T, H, W, C] float32 in 0..1; the first half of the steps was
+        observed, the second imagined.
+
+    Returns:
+      [T + PAUSE, 3 H + 4, B (W + 4), 3] uint8.
+    """
+    truth = _in_colour(truth).astype(jnp.int32)
+    pixels = jnp.clip(_in_colour(prediction) * 255, 0, 255).astype(jnp.int32)
+    error = (pixels - truth + 255) // 2
+    column = jnp.concatenate([truth, pixels, error], 2).astype(jnp.uint8)
+    rows, steps, height, width, _ = column.shape
+    colours = [GREEN if step < steps // 2 else RED for step in range(steps)]
+    frame = (height + 2 * BORDER, width + 2 * BORDER, 3)
+    colour = jnp.array(colours, jnp.uint8)[None, :, None, None, :]
+    video = jnp.broadcast_to(colour, (rows, steps, *frame))
+    inside = slice(BORDER, -BORDER)
+    video = video.at[:, :, inside, inside].set(column)
+    video = jnp.pad(video, [(0, 0), (0, PAUSE), (0, 0), (0, 0), (0, 0)])
+    video = jnp.moveaxis(video, 0, 2)  # Time, height, sequence, width.
+    return video.reshape((steps + PAUSE, frame[0], rows * frame[1], 3))
+
+
+def parameter_summary(model: Tree) -> str:
+    """Says how many parameters each network has; takes shapes, too."""
+    sizes: dict[str, int] = {}
+    for name, leaf in flat_params(model).items():
+        part = name.partition("/")[0]
+        sizes[part] = sizes.get(part, 0) + math.prod(leaf.shape)
+    parts = ", ".join(f"{part} {size:,}" for part, size in sizes.items())
+    return f"{sum(sizes.values()):,} parameters: {parts}."
+
+
+def _open_loop_metrics(
+    params: Model, carry: Carry, batch: Batch, seed: Array
+) -> Metrics:
+    truth, prediction = open_loop(params, carry, batch, seed, SEQUENCES)
+    images = [key for key, _ in params.dec.images]
+    if images:
+        return {
+            f"openloop/{key}": open_loop_video(truth[key], prediction[key])
+            for key in images
+        }
+    metrics = {}
+    for key, space in params.dec.vectors:
+        curve = _error_curve(space, truth[key], prediction[key])
+        half = len(curve) // 2
+        metrics[f"openloop/{key}_error"] = curve
+        metrics[f"openloop/{key}_observed"] = curve[:half].mean()
+        metrics[f"openloop/{key}_imagined"] = curve[half:].mean()
+    return metrics
+
+
+def _error_curve(space: values.Space, truth: Array, prediction: Array) -> Array:
+    """Mean error [T] of vectors [B, T, ...]; steps that are missing count nothing.
+
+    Of categories it is the share that is wrong, of numbers the distance of symlogs.
+    """
+    there = values.present(space, truth)
+    axes = tuple(range(2, truth.ndim))
+    if space.discrete:
+        error = f32(truth != prediction)
+    else:
+        mask = there.reshape(there.shape + (1,) * len(axes))
+        known = jnp.where(mask, f32(truth), 0)
+        error = jnp.abs(symlog(f32(prediction)) - symlog(known))
+    error = jnp.where(there, error.mean(axes), 0)
+    return error.sum(0) / jnp.maximum(1, there.sum(0))
+
+
+def _in_colour(image: Array) -> Array:
+    """Makes three channels of any number: grey if there are fewer, else the first."""
+    if image.shape[-1] >= 3:
+        return image[..., :3]
+    return jnp.repeat(image[..., :1], 3, -1)

@@ -1,0 +1,292 @@
+"""The policy on its own copy of the parameters. Agent process, in the actor's threads.
+
+learner's thread       publish(params) ---+
+                                          v
+actor's threads        policy, table_step on the newest of them
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from embodied.base import Array
+from embodied.jax import devices
+from embodied.jax.algorithm import Algorithm
+from embodied.jax.batches import seed_words
+from embodied.jax.compiling import compile_ahead
+from embodied.jax.devices import Layout
+from embodied.jax.nets import Tree
+from embodied.jax.observations import Observations
+
+POLICY_SEED = 3
+
+Arrays = dict[str, np.ndarray]
+
+
+class Parameters:
+    """The policy's parameters, which change as a whole. `_lock` guards them.
+
+    Args:
+      move: copies published parameters to the devices of the policy.
+      wait: take the newest parameters even if the update that makes them has not
+        ended. Where the policy has its own devices it would wait for training then;
+        where it shares them it waits anyway, and gets the same every time.
+    """
+
+    def __init__(self, move: Callable[[list[Array]], list[Array]], wait: bool):
+        self._move = move
+        self._wait = wait
+        self._lock = threading.Lock()
+        self._versions: collections.deque[list[Array]] = collections.deque()
+
+    def publish(self, leaves: list[Array]) -> None:
+        """Offers newer parameters, without waiting for them."""
+        moved = self._move(leaves)
+        with self._lock:
+            self._versions.append(moved)
+            self._drop_older()
+
+    def newest(self) -> list[Array]:
+        """Returns the parameters to act with."""
+        with self._lock:
+            self._drop_older()
+            return self._versions[0]
+
+    def _drop_older(self) -> None:
+        """Makes the newest version that can be used the first one."""
+        while len(self._versions) > 1:
+            ready = self._wait or all(leaf.is_ready() for leaf in self._versions[1])
+            if not ready:
+                return
+            self._versions.popleft()
+
+
+class Actor:
+    """Runs the policy, with carries of the caller or with a table of its own.
+
+    Methods may be called from several threads. `_count_lock` guards the count that
+    seeds come from, `_compile_lock` the compiled functions, `_table_lock` the table
+    and the order of the steps that change it. Nobody waits for a device with a lock.
+
+    Args:
+      algorithm: the pure functions.
+      layout: of the devices that run the policy.
+      params: shapes and dtypes of the parameters.
+      parameters: where they are taken from.
+      seed: of actions; differs between hosts.
+      options: of the compiler.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        layout: Layout,
+        params: Tree,
+        parameters: Parameters,
+        seed: Sequence[int],
+        options: Mapping[str, Any] | None = None,
+    ):
+        self.calls = 0
+        self.observations = Observations(algorithm.observations)
+        self._algorithm = algorithm
+        self._layout = layout
+        self._parameters = parameters
+        self._shapes, self._treedef = jax.tree.flatten(params)
+        self._seed = int(seed_words(*seed, POLICY_SEED)[0])
+        self._options = options
+        self._count_lock = threading.Lock()
+        self._compile_lock = threading.Lock()
+        self._table_lock = threading.Lock()
+        self._steps: dict[tuple[str, int, str, int], Callable[..., Any]] = {}
+        self._table: Tree = None
+        self._fresh = np.zeros(0, bool)  # Slots that begin with their next step.
+        self._sizes: list[int] = []
+
+    def init_carry(self, rows: int) -> Tree:
+        """Carry of environments before their first step."""
+        sharding = self._layout.batch(rows)
+
+        def make() -> Tree:
+            return self._algorithm.carry(self._params(self._shapes), rows)
+
+        return jax.jit(make, out_shardings=sharding)()
+
+    def policy(
+        self, carry: Tree, obs: Mapping[str, Any], mode: str, envids: Any = None
+    ) -> tuple[Tree, Arrays, Arrays]:
+        """Steps environments whose carries the caller keeps."""
+        inputs = self.observations(obs, envids)
+        rows = len(inputs["is_first"])
+        sharding = self._layout.batch(rows)
+        arguments = (carry, self._place(inputs, sharding), self._next_seed())
+        step = self._step("policy", self._policy, rows, mode, arguments)
+        carry, actions, outputs = step(self._parameters.newest(), *arguments)
+        devices.start_fetch((actions, outputs))
+        return carry, devices.fetch(actions), devices.fetch(outputs)
+
+    def init_table(self, slots: int, batch: int) -> None:
+        """Makes a table of carries, which begin anew.
+
+        Args:
+          slots: number of environments.
+          batch: how many of them usually step together.
+        """
+        if slots < 1:
+            raise ValueError(f"init_table expected at least 1 slot, got {slots}.")
+        with self._table_lock:
+            self._table = jax.device_put(
+                self.init_carry(slots), self._layout.everywhere
+            )
+            self._fresh = np.ones(slots, bool)
+            self._sizes = batch_sizes(slots, batch, self._layout.parts)
+
+    def reset(self, slots: Any) -> None:
+        """Lets slots of the table begin anew with their next step."""
+        with self._table_lock:
+            self._fresh[self._check(slots)] = True
+
+    def table_step(
+        self, slots: Any, obs: Mapping[str, Any], mode: str, envids: Any = None
+    ) -> tuple[Arrays, Arrays]:
+        """Steps environments whose carries are in the table, by their slots.
+
+        It is one call of the devices. Short batches are padded to a size that is
+        compiled; results of the padding are dropped.
+        """
+        inputs = self.observations(obs, envids)
+        rows = len(inputs["is_first"])
+        with self._table_lock:
+            chosen = self._check(slots)
+            if len(chosen) != rows:
+                raise ValueError(
+                    f"policy_table expected a slot for each of the {rows} rows, got "
+                    f"{len(chosen)}."
+                )
+            size = next(size for size in self._sizes if size >= rows)
+            inputs = {key: _padded(value, size, 0) for key, value in inputs.items()}
+            inputs = self._place(inputs, self._layout.batch(size))
+            # Slots beyond the table are neither read nor written.
+            where = _padded(chosen, size, len(self._fresh))
+            fresh = _padded(self._fresh[chosen], size, True)
+            arguments = (self._table, inputs, self._next_seed(), where, fresh)
+            step = self._step("policy_table", self._table_policy, size, mode, arguments)
+            results = step(self._parameters.newest(), *arguments)
+            self._table, actions, outputs = results
+            self._fresh[chosen] = False
+        devices.start_fetch((actions, outputs))
+        actions, outputs = devices.fetch((actions, outputs))
+        return jax.tree.map(lambda x: x[:rows], (actions, outputs))
+
+    def _policy(
+        self, leaves: list[Array], carry: Tree, obs: Any, seed: Array, *, mode: str
+    ) -> tuple[Tree, Any, Any]:
+        params = self._params(leaves)
+        return self._algorithm.policy(params, carry, obs, seed, mode)
+
+    def _table_policy(
+        self,
+        leaves: list[Array],
+        table: Tree,
+        obs: Any,
+        seed: Array,
+        slots: Array,
+        fresh: Array,
+        *,
+        mode: str,
+    ) -> tuple[Tree, Any, Any]:
+        params = self._params(leaves)
+
+        def read(column: Array, begin: Array) -> Array:
+            old = column.at[slots].get(mode="fill", fill_value=0)
+            first = fresh.reshape((-1,) + (1,) * (old.ndim - 1))
+            return jnp.where(first, begin, old)
+
+        def write(column: Array, new: Array) -> Array:
+            return column.at[slots].set(new, mode="drop")
+
+        begin = self._algorithm.carry(params, len(slots))
+        carry = jax.tree.map(read, table, begin)
+        carry, actions, outputs = self._algorithm.policy(params, carry, obs, seed, mode)
+        return jax.tree.map(write, table, carry), actions, outputs
+
+    def _step(
+        self, name: str, function: Any, rows: int, mode: str, arguments: tuple
+    ) -> Callable[..., Any]:
+        """Returns a function of the parameters, compiled for a number of rows."""
+        modes = self._algorithm.modes
+        if mode not in modes:
+            raise ValueError(
+                f"policy expected mode {' or '.join(modes)}, got {mode!r}."
+            )
+        mode = modes[mode]
+        table = name == "policy_table"
+        key = (name, rows, mode, len(self._fresh) if table else 0)
+        with self._compile_lock:
+            if key not in self._steps:
+
+                def step(*arguments: Any) -> Any:
+                    return function(*arguments, mode=mode)
+
+                split = self._layout.batch(rows)
+                carry = self._layout.everywhere if table else split
+                self._steps[key] = compile_ahead(
+                    step,
+                    (self._parameters.newest(), *arguments),
+                    name=f"{name} for {rows} environments, mode {mode}",
+                    donate=(1,) if table else (),
+                    out_shardings=(carry, split, split),
+                    options=self._options,
+                )
+            return self._steps[key]
+
+    def _params(self, leaves: list[Any]) -> Tree:
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def _next_seed(self) -> np.ndarray:
+        with self._count_lock:
+            count, self.calls = self.calls, self.calls + 1
+        return np.array([self._seed, count % 2**32], np.uint32)
+
+    def _place(self, inputs: Arrays, sharding: Any) -> dict[str, Any]:
+        # A single device takes arrays as they are, which is quicker.
+        if self._layout.mesh.size == 1:
+            return dict(inputs)
+        return jax.device_put(inputs, sharding)
+
+    def _check(self, slots: Any) -> np.ndarray:
+        chosen = np.asarray(slots, np.int32).reshape(-1)
+        count = len(self._fresh)
+        inside = len(chosen) and chosen.min() >= 0 and chosen.max() < count
+        if not inside or len(np.unique(chosen)) != len(chosen):
+            raise ValueError(
+                f"Expected different slots of the table of {count}, got "
+                f"{chosen.tolist()}. Use init_table to make it as large as needed."
+            )
+        return chosen
+
+
+def batch_sizes(slots: int, batch: int, parts: int = 1) -> list[int]:
+    """Sizes of batches to compile: powers of two, the usual one, and all slots.
+
+    Args:
+      slots: most rows of a batch.
+      batch: usual rows of a batch.
+      parts: what every size is a multiple of.
+    """
+    powers = [2**index for index in range(slots.bit_length()) if 2**index < slots]
+    usual = [batch] if 0 < batch < slots else []
+    return sorted({-(-size // parts) * parts for size in [*powers, *usual, slots]})
+
+
+def _padded(x: np.ndarray, size: int, value: Any) -> np.ndarray:
+    if len(x) == size:
+        return x
+    padding = np.full((size - len(x), *x.shape[1:]), value, x.dtype)
+    return np.concatenate([x, padding])

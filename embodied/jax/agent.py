@@ -1,0 +1,276 @@
+"""An agent of an algorithm's pure functions: devices, threads, checkpoints.
+
+Agent process. The learner's thread calls train, report, save and load; the actor's
+threads call policy and policy_table. They meet only where an update hands the policy
+its new parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from embodied.base import Agent, Array, Tree
+from embodied.jax import devices, loading
+from embodied.jax.acting import Actor, Parameters
+from embodied.jax.algorithm import Algorithm
+from embodied.jax.batches import Placer, open_stream
+from embodied.jax.devices import Layout
+from embodied.jax.learning import Learner
+from embodied.jax.nonfinite import NonfiniteWatch
+
+STREAM_SEED = 0
+OPT = "opt/"  # Flat names of the optimiser's state begin with it.
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentOptions:
+    """How an agent runs.
+
+    Attributes:
+      seed: of weights, training and actions.
+      train_devices: indices of each host's devices that train.
+      train_mesh: how they are arranged; see `embodied.jax.devices`.
+      policy_devices: indices of this host's devices that run the policy.
+      policy_mesh: how they are arranged.
+      enable_policy: whether there is a policy; a host that only trains needs none.
+      deterministic: act with the newest parameters, though it may mean to wait.
+      actor_batch: how many environments usually step together.
+      max_nonfinite: updates in a row that may be not finite; 0 for any number.
+      folder: where to write the batch of the last of them.
+      compiler: options of the compiler.
+    """
+
+    seed: int = 0
+    train_devices: Sequence[int] = (0,)
+    train_mesh: str = "-1,1,1"
+    policy_devices: Sequence[int] = (0,)
+    policy_mesh: str = "-1,1,1"
+    enable_policy: bool = True
+    deterministic: bool = False
+    actor_batch: int = 0
+    max_nonfinite: int = 0
+    folder: str | os.PathLike[str] = "."
+    compiler: Mapping[str, Any] | None = None
+
+
+class JaxAgent(Agent):
+    """Runs an algorithm. JAX must have been set up before; see `embodied.jax.setup`.
+
+    Beside the methods of every agent it has `flush`, and for actors the policy over a
+    table of carries that stays on the device:
+
+        agent.init_table(slots)
+        actions, outputs = agent.policy_table([3, 0], obs, mode='train')
+        agent.reset_slots([3])
+
+    `_lock` guards the number of streams that were opened.
+
+    Args:
+      algorithm: the pure functions.
+      options: how to run them.
+    """
+
+    def __init__(self, algorithm: Algorithm, options: AgentOptions):
+        self.options = options
+        self._lock = threading.Lock()
+        self._streams = 0
+        train = devices.train_layout(options.train_devices, options.train_mesh)
+        self._placer = Placer(train, algorithm.batch_keys)
+        acting = None
+        if options.enable_policy:
+            acting = devices.policy_layout(options.policy_devices, options.policy_mesh)
+        parameters, publish_shardings = None, None
+        if acting is not None:
+            same = acting.mesh == train.mesh
+            publish_shardings = acting.weights if same else None
+            parameters = Parameters(
+                _keep if same else _mover(acting),
+                wait=options.deterministic or _overlap(train, acting),
+            )
+        self._learner = Learner(
+            algorithm,
+            train,
+            self._placer,
+            options.seed,
+            NonfiniteWatch(options.max_nonfinite, options.folder),
+            parameters.publish if parameters else None,
+            publish_shardings,
+            options.compiler,
+        )
+        self._acting: Actor | None = None
+        if acting is not None and parameters is not None:
+            params = jax.eval_shape(algorithm.policy_params, self._learner.shapes)
+            seed = (options.seed, jax.process_index())
+            self._acting = Actor(
+                algorithm, acting, params, parameters, seed, options.compiler
+            )
+
+    def init_policy(self, batch_size: int) -> Tree:
+        """Returns the carry of environments before their first step, on the device."""
+        return self._actor.init_carry(batch_size)
+
+    def init_train(self, batch_size: int) -> Tree:
+        """Returns the carry of this host's rows before the first batch."""
+        return self._learner.init_carry(batch_size)
+
+    def init_report(self, batch_size: int) -> Tree:
+        """Returns the carry of this host's rows before the first batch of a report."""
+        return self._learner.init_carry(batch_size)
+
+    def policy(
+        self, carry: Tree, obs: Mapping[str, Array], mode: str = "train"
+    ) -> tuple[Tree, dict[str, Array], dict[str, Array]]:
+        """Chooses actions [B, ...]; the carry stays on the device.
+
+        Observations that are not finite are taken as missing, counted and reported,
+        with the key `envid` of the observations if there is one.
+        """
+        return self._actor.policy(carry, obs, mode, obs.get("envid"))
+
+    def init_table(self, slots: int) -> None:
+        """Makes the table of carries for `policy_table`; all slots begin anew."""
+        self._actor.init_table(slots, self.options.actor_batch)
+
+    def policy_table(
+        self,
+        slots: Sequence[int] | Array,
+        obs: Mapping[str, Array],
+        mode: str = "train",
+        envids: Any = None,
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Chooses actions for some slots of the table, in one call of the device.
+
+        Args:
+          slots: [B] different indices into the table.
+          obs: [B, ...] by key.
+          mode: `train` or `eval`.
+          envids: [B], named in messages; by default the key `envid` of `obs`.
+
+        Returns:
+          Actions and outputs [B, ...]. The carries of the slots have moved on.
+        """
+        envids = obs.get("envid") if envids is None else envids
+        return self._actor.table_step(slots, obs, mode, envids)
+
+    def reset_slots(self, slots: Sequence[int] | Array) -> None:
+        """Lets slots of the table begin anew, for another environment."""
+        self._actor.reset(slots)
+
+    def train(
+        self, carry: Tree, batch: Mapping[str, Array]
+    ) -> tuple[Tree, dict[str, Any], dict[str, Array]]:
+        """Starts an update from a batch [B, T, ...].
+
+        Outputs and metrics are those of the call before, so that nobody waits for
+        the devices; those of the first call are empty. The carry given cannot be used
+        again.
+        """
+        carry, outputs, metrics = self._learner.train(carry, batch)
+        return carry, outputs, {**metrics, **self._counts()}
+
+    def flush(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Waits for the last update, and returns its outputs and metrics."""
+        return self._learner.flush()
+
+    def report(
+        self, carry: Tree, batch: Mapping[str, Array]
+    ) -> tuple[Tree, dict[str, Array]]:
+        """Computes metrics and videos on a batch [B, T, ...] without training."""
+        return self._learner.report(carry, batch)
+
+    def stream(self, st: Iterable[dict[str, Array]]) -> Iterator[dict[str, Array]]:
+        """Moves batches to the devices in a thread ahead of the reader, with `seed`.
+
+        Saving, loading and closing reach `st`, and no batch is lost by it. Streams
+        that are opened in the same order in another run have the same seeds.
+        """
+        with self._lock:
+            index, self._streams = self._streams, self._streams + 1
+        seed, updates = self.options.seed, self._learner.updates
+        return open_stream(st, self._placer, seed, STREAM_SEED, updates, index)
+
+    def save(self) -> Tree:
+        """Returns all state as NumPy arrays by flat name, and counters."""
+        arrays = self._learner.arrays()
+        opt = {name.removeprefix(OPT): x for name, x in _starting(arrays, OPT).items()}
+        params = {name: x for name, x in arrays.items() if not name.startswith(OPT)}
+        calls = self._acting.calls if self._acting else 0
+        counters = {"updates": self._learner.updates, "policy_calls": calls}
+        return {"params": params, "opt": opt, "counters": counters}
+
+    def load(self, data: Tree, regex: str | None = None) -> None:
+        """Restores what `save` returned.
+
+        Args:
+          data: from `save`.
+          regex: load only what it matches the beginning of the flat name of; names
+            of the optimiser's state begin with `opt/`, counters with `counters/`.
+            Names that exist only here or only there are reported then; without a
+            regex they are an error.
+
+        Raises:
+          ValueError: shapes differ, names differ, or nothing matches.
+        """
+        given = {
+            **data["params"],
+            **{OPT + name: value for name, value in data.get("opt", {}).items()},
+        }
+        shapes = self._learner.shapes
+        own = dict(zip(self._learner.names, jax.tree.leaves(shapes)))
+        chosen = loading.choose(given, {k: x.shape for k, x in own.items()}, regex)
+        self._learner.replace(chosen)
+        counters = {
+            name: int(value)
+            for name, value in data.get("counters", {}).items()
+            if loading.matches(regex, f"counters/{name}")
+        }
+        self._learner.updates = counters.get("updates", self._learner.updates)
+        if self._acting:
+            self._acting.calls = counters.get("policy_calls", self._acting.calls)
+
+    def _counts(self) -> dict[str, Any]:
+        """What was not finite and has been replaced so far, where there was any."""
+        counts: dict[str, int] = {}
+        if self._acting:
+            counts.update(self._acting.observations.counts())
+        if self._placer.bad_rewards:
+            counts["reward"] = self._placer.bad_rewards
+        return {f"nonfinite/{key}": np.float32(n) for key, n in counts.items()}
+
+    @property
+    def _actor(self) -> Actor:
+        if self._acting is None:
+            raise RuntimeError(
+                "The agent expected to act, but jax.enable_policy is False."
+            )
+        return self._acting
+
+
+def _mover(layout: Layout) -> Callable[[list[Array]], list[Array]]:
+    shardings: list[Any] = []  # Of all leaves, from the first call on.
+
+    def move(leaves: list[Array]) -> list[Array]:
+        if not shardings:
+            shardings.extend(layout.weights(leaves))
+        return devices.hand_over(leaves, shardings)
+
+    return move
+
+
+def _keep(leaves: list[Array]) -> list[Array]:
+    return leaves
+
+
+def _overlap(one: Layout, other: Layout) -> bool:
+    return bool(set(one.mesh.devices.flat) & set(other.mesh.devices.flat))
+
+
+def _starting(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name: x for name, x in arrays.items() if name.startswith(prefix)}

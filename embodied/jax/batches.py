@@ -1,0 +1,133 @@
+"""Batches on their way to the devices. Agent process, in the threads of streams.
+
+source -> Seeded -> Prefetch(transform=Placer) -> agent.train
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from embodied import streams
+from embodied.base import Array, Stream, Tree
+from embodied.jax.devices import Layout
+
+logger = logging.getLogger(__name__)
+
+SEED = "seed"
+AHEAD = 2  # Batches that wait on the devices.
+
+
+def seed_words(*entropy: int) -> np.ndarray:
+    """Mixes numbers to the data of a random key, [2] uint32."""
+    return np.random.SeedSequence(entropy).generate_state(2, np.uint32)
+
+
+class Seeded(Stream):
+    """Adds `seed` to every batch; its position is saved with that of the source.
+
+    Args:
+      source: a stream, or anything to iterate over, which then has no position.
+      entropy: numbers that seeds depend on, beside the index of the batch.
+    """
+
+    def __init__(self, source: Iterable[dict[str, Array]], *entropy: int):
+        if not all(hasattr(source, name) for name in ("__next__", "save", "load")):
+            source = streams.Stateless(iter(source))
+        self._source: Any = source
+        self._entropy = entropy
+        self._index = 0
+
+    def __iter__(self) -> Self:
+        iter(self._source)
+        return self
+
+    def __next__(self) -> dict[str, Array]:
+        batch = next(self._source)
+        seed = seed_words(*self._entropy, self._index)
+        self._index += 1
+        return {**batch, SEED: seed}
+
+    def save(self) -> Tree:
+        """Returns the source's position and what the next seed is made of."""
+        entropy = list(self._entropy)
+        return {"source": self._source.save(), "entropy": entropy, "index": self._index}
+
+    def load(self, data: Tree) -> None:
+        """Restores the source and goes on with the seeds that would have followed."""
+        self._source.load(data["source"])
+        self._entropy = tuple(int(word) for word in data["entropy"])
+        self._index = int(data["index"])
+
+    def close(self) -> None:
+        """Closes the source."""
+        if hasattr(self._source, "close"):  # Users' own streams may have none.
+            self._source.close()
+
+
+class Placer:
+    """Moves batches to the devices. May be called from several threads.
+
+    A reward that is not finite, which would make its batch useless, becomes zero; it
+    is counted, and reported the first time. `_lock` guards the count.
+
+    Args:
+      layout: of the devices.
+      keys: which arrays to take.
+    """
+
+    def __init__(self, layout: Layout, keys: Iterable[str]):
+        self.bad_rewards = 0
+        self._layout = layout
+        self._keys = tuple(keys)
+        self._lock = threading.Lock()
+
+    def __call__(self, batch: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns the batch on the devices, once it is there.
+
+        The arrays must not be changed afterwards: on the cpu they may be used as
+        they are.
+
+        Raises:
+          ValueError: a key is missing, or the rows cannot be divided.
+        """
+        missing = [key for key in self._keys if key not in batch]
+        if missing:
+            raise ValueError(
+                f"The batch expected the keys {', '.join(self._keys)}, got "
+                f"{', '.join(sorted(batch))}: {', '.join(missing)} is missing."
+            )
+        chosen = {key: np.asarray(batch[key]) for key in self._keys}
+        if "reward" in chosen:
+            chosen["reward"] = self._clean(chosen["reward"])
+        placed = self._layout.place(chosen)
+        if SEED in batch:
+            placed[SEED] = self._layout.copy(np.asarray(batch[SEED], np.uint32))
+        return jax.block_until_ready(placed)
+
+    def _clean(self, reward: np.ndarray) -> np.ndarray:
+        bad = ~np.isfinite(reward)
+        if not bad.any():
+            return reward
+        with self._lock:
+            first, self.bad_rewards = not self.bad_rewards, self.bad_rewards + bad.sum()
+        if first:
+            logger.warning(
+                "A reward in the replay is not finite (%s). It is trained on as zero; "
+                "further ones are only counted. Check the environment.",
+                reward[bad][0],
+            )
+        return np.where(bad, 0, reward)
+
+
+def open_stream(
+    source: Iterable[dict[str, Array]], placer: Placer, *entropy: int
+) -> Iterator[dict[str, Array]]:
+    """Opens a stream whose batches are moved to the devices ahead of the reader."""
+    seeded = Seeded(source, *entropy)
+    return streams.Prefetch(seeded, transform=placer, amount=AHEAD)

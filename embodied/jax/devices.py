@@ -1,0 +1,236 @@
+"""Which devices do what, and how arrays are spread over them. Agent process.
+
+A mesh has three axes. Batches are split over `data` and `fsdp`; weights over `fsdp`
+and `tensor`:
+
+    devices 0 1 2 3, mesh '2,2,1'
+
+                 fsdp 0      fsdp 1
+    data 0       rows 0      rows 1        each device: a quarter of the batch,
+    data 1       rows 2      rows 3        half of every large weight
+
+Training devices are those of all hosts, each of which feeds its own rows. The policy
+runs on devices of its own host alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Tree = Any
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+# Weights with fewer elements are on every device: moving them would cost more.
+SMALLEST_SPLIT = 2**12
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Devices in a mesh, and where arrays lie on them.
+
+    Attributes:
+      mesh: of the axes data, fsdp and tensor.
+      smallest: number of elements from which on weights are split.
+    """
+
+    mesh: Mesh
+    smallest: int = SMALLEST_SPLIT
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """Whole on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def rows(self) -> NamedSharding:
+        """Split along the first axis."""
+        return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+
+    @property
+    def parts(self) -> int:
+        """Number of parts that batches are split into, over all hosts."""
+        return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts whose devices are in the mesh."""
+        return len({device.process_index for device in self.mesh.devices.flat})
+
+    def weights(self, tree: Tree) -> Tree:
+        """Where the arrays of a state lie, by their shapes.
+
+        The last axis is split over `tensor`, the largest of the others over `fsdp`,
+        where they can be divided.
+        """
+        return jax.tree.map(lambda x: NamedSharding(self.mesh, self._spec(x)), tree)
+
+    def batch(self, rows: int) -> NamedSharding:
+        """Where a batch of so many rows lies: split if it can be divided."""
+        return self.everywhere if rows % self.parts else self.rows
+
+    def place(self, tree: Tree) -> Tree:
+        """Moves this host's rows of a batch to its devices, without waiting.
+
+        Raises:
+          ValueError: rows that cannot be divided among the devices.
+        """
+        leaves = jax.tree.leaves(tree)
+        rows = np.shape(leaves[0])[0] if leaves else 0
+        self.check_rows(rows)
+        if self.hosts == 1:
+            return jax.device_put(tree, self.rows)
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(self.rows, np.asarray(x)),
+            tree,
+        )
+
+    def check_rows(self, rows: int) -> None:
+        """Raises ValueError unless this host's rows can be divided."""
+        parts = self.parts // self.hosts
+        if rows % parts:
+            raise ValueError(
+                f"batch_size: expected a multiple of the {parts} parts that batches "
+                f"are split into by the devices of this host, got {rows}."
+            )
+
+    def copy(self, tree: Tree) -> Tree:
+        """Puts the same values on every device, without waiting."""
+        return put(tree, jax.tree.map(lambda _: self.everywhere, tree))
+
+    def _spec(self, x: Any) -> PartitionSpec:
+        axes: list[str | None] = [None] * len(x.shape)
+        if len(x.shape) < 2 or math.prod(x.shape) < self.smallest:
+            return PartitionSpec()
+        fsdp, tensor = self.mesh.shape["fsdp"], self.mesh.shape["tensor"]
+        if tensor > 1 and x.shape[-1] % tensor == 0:
+            axes[-1] = "tensor"
+        free = [
+            (size, -index)
+            for index, size in enumerate(x.shape)
+            if axes[index] is None and size % fsdp == 0
+        ]
+        if fsdp > 1 and free:
+            axes[-max(free)[1]] = "fsdp"
+        return PartitionSpec(*axes)
+
+
+def train_layout(indices: Sequence[int], shape: str) -> Layout:
+    """The devices of all hosts that train; `indices` are those of each host."""
+    found = [_pick(host, indices, "train") for host in range(jax.process_count())]
+    layout = Layout(make_mesh([x for host in found for x in host], shape, "train"))
+    if len(indices) % layout.mesh.shape["tensor"]:
+        raise ValueError(
+            f"jax.train_mesh: expected a tensor axis that divides the {len(indices)} "
+            f"devices of a host, since each host feeds whole rows, got {shape!r}."
+        )
+    return layout
+
+
+def policy_layout(indices: Sequence[int], shape: str) -> Layout:
+    """The devices of this host that run the policy."""
+    found = _pick(jax.process_index(), indices, "policy")
+    return Layout(make_mesh(found, shape, "policy"))
+
+
+def make_mesh(devices: Sequence[Any], shape: str, role: str = "train") -> Mesh:
+    """Arranges devices.
+
+    Args:
+      devices: in order, the last axis of the mesh first.
+      shape: sizes of data, fsdp and tensor, such as `-1,1,1`; -1 for the rest.
+      role: names the setting in errors.
+
+    Raises:
+      ValueError: sizes that do not make up the number of devices.
+    """
+    try:
+        sizes = [int(size) for size in shape.split(",")]
+    except ValueError:
+        sizes = []
+    known = math.prod(size for size in sizes if size != -1)
+    valid = len(sizes) == len(AXES) and sizes.count(-1) <= 1 and known > 0
+    valid = valid and all(size > 0 or size == -1 for size in sizes)
+    if valid and -1 in sizes:
+        sizes[sizes.index(-1)] = len(devices) // known
+    if not valid or math.prod(sizes) != len(devices):
+        raise ValueError(
+            f"jax.{role}_mesh: expected three sizes (data, fsdp, tensor; one may be "
+            f"-1) whose product is the number of devices ({len(devices)}), got "
+            f"{shape!r}."
+        )
+    return Mesh(np.array(devices).reshape(sizes), AXES)
+
+
+def put(tree: Tree, shardings: Tree) -> Tree:
+    """Moves arrays that every host has whole, without waiting."""
+
+    def move(x: Any, sharding: NamedSharding) -> jax.Array:
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(move, tree, shardings)
+
+
+def hand_over(tree: Tree, shardings: Tree) -> Tree:
+    """Copies arrays that are whole on every device to other devices of this host.
+
+    Nothing waits: copies are made as soon as the arrays are there.
+    """
+    local = jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
+    return jax.device_put(local, shardings)
+
+
+def start_fetch(tree: Tree) -> None:
+    """Starts to copy arrays to the host, without waiting."""
+    for leaf in jax.tree.leaves(tree):
+        leaf.copy_to_host_async()
+
+
+def fetch(tree: Tree) -> Tree:
+    """Waits for arrays and returns them as NumPy arrays.
+
+    Of a batch that is split over hosts, these are the rows of this host.
+    """
+    return jax.tree.map(_fetch, tree)
+
+
+def fetch_whole(tree: Tree) -> Tree:
+    """Like `fetch`, but whole; all hosts must call it together."""
+
+    def whole(x: jax.Array) -> np.ndarray:
+        if x.is_fully_addressable or x.is_fully_replicated:
+            return _fetch(x)
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+    return jax.tree.map(whole, tree)
+
+
+def _fetch(x: jax.Array) -> np.ndarray:
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    # Devices along `tensor` hold the same rows: each start is taken once.
+    rows = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(rows[start]) for start in sorted(rows)])
+
+
+def _pick(host: int, indices: Sequence[int], role: str) -> list[Any]:
+    devices = [x for x in jax.devices() if x.process_index == host]
+    devices.sort(key=lambda device: device.id)
+    wrong = [index for index in indices if not 0 <= index < len(devices)]
+    if wrong or not indices or len(set(indices)) != len(indices):
+        raise ValueError(
+            f"jax.{role}_devices: expected different indices of the {len(devices)} "
+            f"devices of a host, got {list(indices)}."
+        )
+    return [devices[index] for index in indices]

@@ -1,0 +1,280 @@
+"""The state of training and what changes it. Agent process, in the learner's thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from embodied.base import Array
+from embodied.jax import devices
+from embodied.jax.algorithm import Algorithm
+from embodied.jax.batches import SEED, Placer, seed_words
+from embodied.jax.compiling import (
+    Packed,
+    Signature,
+    compile_ahead,
+    compiles,
+    copies,
+    pack,
+    signature,
+)
+from embodied.jax.devices import Layout
+from embodied.jax.names import flat_name
+from embodied.jax.nets import Tree
+
+NONFINITE = "opt/nonfinite"  # Metric: updates in a row that were not finite.
+TRAIN_SEED, REPORT_SEED = 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What an update returned, still on the devices, and the batch it was made of."""
+
+    batch: Mapping[str, Array]
+    outputs: dict[str, Any]
+    metrics: Packed
+
+
+class Learner:
+    """Holds the state and compiles the functions that read or change it.
+
+    Methods may be called from several threads. `_lock` guards the state, the update
+    whose results were not returned yet, the count and the compiled functions: an
+    update takes the state's memory for the new state, so that whoever uses the state
+    must have been dispatched before.
+
+    The state is kept as a flat list, since its modules take longer to take apart than
+    the devices take for a small update.
+
+    Args:
+      algorithm: the pure functions.
+      layout: of the devices that train.
+      placer: moves batches to them.
+      seed: of weights, and of batches that have none.
+      watch: gets the number of updates in a row that were not finite, and the batch
+        of the last, after each update.
+      publish: gets the leaves of the policy's parameters after each update.
+      publish_shardings: where these should lie, by the tree of their shapes; by
+        default on every device.
+      options: of the compiler.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        layout: Layout,
+        placer: Placer,
+        seed: int,
+        watch: Callable[[int, Mapping[str, Array]], None],
+        publish: Callable[[list[Array]], None] | None = None,
+        publish_shardings: Callable[[Tree], Tree] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ):
+        self.updates = 0
+        self._algorithm = algorithm
+        self._layout = layout
+        self._placer = placer
+        self._seed = seed
+        self._publish = publish
+        self._watch = watch
+        self._options = options
+        self._lock = threading.Lock()
+        self._pending: Update | None = None
+        self._steps: dict[tuple[str, Signature], Callable[..., Any]] = {}
+        key = jax.random.key(seed)
+        shapes = jax.eval_shape(algorithm.init, key)
+        paths, self._treedef = jax.tree_util.tree_flatten_with_path(shapes)
+        self.names = [flat_name(path) for path, _ in paths]
+        self._shardings = jax.tree.leaves(layout.weights(shapes))
+        self._leaves = self._init(key)
+        self._params_shardings: Any = None
+        if publish is not None:
+            params = jax.eval_shape(algorithm.policy_params, shapes)
+            choose = publish_shardings or self._everywhere
+            self._params_shardings = jax.tree.leaves(choose(params))
+            self.publish()
+
+    @property
+    def shapes(self) -> Tree:
+        """Shapes and dtypes of the state."""
+        with self._lock:
+            leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._leaves]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def init_carry(self, rows: int) -> Tree:
+        """Carry of this host's rows before the first batch.
+
+        Raises:
+          ValueError: rows that the devices cannot divide.
+        """
+        self._layout.check_rows(rows)
+        total = rows * self._layout.hosts
+
+        def make() -> Tree:
+            return self._algorithm.carry(self.shapes, total)
+
+        return jax.jit(make, out_shardings=self._layout.rows)()
+
+    def train(
+        self, carry: Tree, batch: Mapping[str, Array]
+    ) -> tuple[Tree, dict[str, Any], dict[str, np.ndarray]]:
+        """Starts an update and returns the results of the one before.
+
+        So the devices have the next update to work on before the last one ends. The
+        first call returns no results; `flush` returns those of the last.
+
+        Args:
+          carry: from `init_carry` or the last call; it cannot be used again.
+          batch: on the devices or not; if it has no seed, it gets one.
+
+        Raises:
+          NonfiniteError: too many updates in a row were not finite.
+        """
+        batch, seed = self._inputs(batch, TRAIN_SEED)
+        with self._lock:
+            step = self._step("train", self._update, batch, (carry, batch, seed))
+            results = step(self._leaves, carry, batch, seed)
+            self._leaves, carry, outputs, metrics, params = results
+            self.updates += 1
+            devices.start_fetch((outputs, metrics))
+            before, self._pending = self._pending, Update(batch, outputs, metrics)
+            if self._publish is not None:
+                self._publish(params)
+        return carry, *self._finish(before)
+
+    def flush(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Waits for the last update, and returns its outputs and metrics."""
+        with self._lock:
+            last, self._pending = self._pending, None
+        return self._finish(last)
+
+    def report(
+        self, carry: Tree, batch: Mapping[str, Array]
+    ) -> tuple[Tree, dict[str, np.ndarray]]:
+        """Waits for metrics of a batch that is not trained on."""
+        batch, seed = self._inputs(batch, REPORT_SEED)
+        with self._lock:
+            step = self._step("report", self._report, batch, (carry, batch, seed))
+            carry, metrics = step(self._leaves, carry, batch, seed)
+        devices.start_fetch(metrics)
+        return carry, devices.fetch(metrics).unpack()
+
+    def publish(self) -> None:
+        """Hands the policy its parameters, outside of an update."""
+        if self._publish is None:
+            return
+
+        def take(leaves: list[Array]) -> list[Array]:
+            return copies(self._params(leaves))
+
+        with self._lock:
+            take = jax.jit(take, out_shardings=self._params_shardings)
+            self._publish(take(self._leaves))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The whole state by flat name; with several hosts all must call it."""
+        with self._lock:
+            devices.start_fetch(self._leaves)
+            return dict(zip(self.names, devices.fetch_whole(self._leaves)))
+
+    def replace(self, arrays: Mapping[str, Any]) -> None:
+        """Replaces the named arrays of the state, and drops pending results."""
+        with self._lock:
+            for index, name in enumerate(self.names):
+                if name in arrays:
+                    old = self._leaves[index]
+                    value = np.asarray(arrays[name]).astype(old.dtype)
+                    self._leaves[index] = devices.put(value, self._shardings[index])
+            self._pending = None
+        self.publish()
+
+    def _init(self, key: Array) -> list[Array]:
+        def init(key: Array) -> list[Array]:
+            return jax.tree.leaves(self._algorithm.init(key))
+
+        make = compile_ahead(
+            init,
+            (key,),
+            name="the initial weights",
+            out_shardings=self._shardings,
+            options=self._options,
+        )
+        leaves = make(key)
+        if not compiles():  # Compiled, they lie where they should.
+            leaves = devices.put(leaves, self._shardings)
+        return leaves
+
+    def _step(
+        self, name: str, function: Any, batch: Mapping[str, Array], arguments: tuple
+    ) -> Callable[..., Any]:
+        """Returns a function of the state, compiled for the shapes of a batch."""
+        key = (name, signature(batch))
+        if key not in self._steps:
+            rows, everywhere = self._layout.rows, self._layout.everywhere
+            shardings: tuple[Any, ...] = (rows, everywhere)
+            if name == "train":
+                state, params = self._shardings, self._params_shardings
+                shardings = (state, rows, rows, everywhere, params)
+            first = next(iter(batch.values()))
+            self._steps[key] = compile_ahead(
+                function,
+                (self._leaves, *arguments),
+                name=f"{name} for batches of {' x '.join(map(str, first.shape[:2]))}",
+                donate=(0, 1) if name == "train" else (),
+                out_shardings=shardings,
+                options=self._options,
+            )
+        return self._steps[key]
+
+    def _update(
+        self, leaves: list[Array], carry: Tree, batch: Mapping[str, Array], seed: Array
+    ) -> tuple[list[Array], Tree, dict[str, Any], Packed, list[Array] | None]:
+        state = jax.tree.unflatten(self._treedef, leaves)
+        state, carry, outputs, metrics = self._algorithm.train(
+            state, carry, batch, seed
+        )
+        leaves = jax.tree.leaves(state)
+        params = None if self._publish is None else copies(self._params(leaves))
+        return leaves, carry, outputs, pack(metrics), params
+
+    def _report(
+        self, leaves: list[Array], carry: Tree, batch: Mapping[str, Array], seed: Array
+    ) -> tuple[Tree, Packed]:
+        state = jax.tree.unflatten(self._treedef, leaves)
+        carry, metrics = self._algorithm.report(state, carry, batch, seed)
+        return carry, pack(metrics)
+
+    def _params(self, leaves: list[Array]) -> Tree:
+        state = jax.tree.unflatten(self._treedef, leaves)
+        return self._algorithm.policy_params(state)
+
+    def _everywhere(self, tree: Tree) -> Tree:
+        return jax.tree.map(lambda _: self._layout.everywhere, tree)
+
+    def _inputs(
+        self, batch: Mapping[str, Array], purpose: int
+    ) -> tuple[dict[str, Array], Array]:
+        first = next(iter(batch.values()), None)
+        if getattr(first, "sharding", None) != self._layout.rows:
+            batch = self._placer(batch)
+        batch = dict(batch)
+        seed = batch.pop(SEED, None)
+        if seed is None:
+            words = seed_words(self._seed, purpose, self.updates)
+            seed = self._layout.copy(words)
+        return batch, seed
+
+    def _finish(
+        self, update: Update | None
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Waits for an update."""
+        if update is None:
+            return {}, {}
+        metrics = devices.fetch(update.metrics).unpack()
+        self._watch(int(metrics.get(NONFINITE, 0)), update.batch)
+        return devices.fetch(update.outputs), metrics

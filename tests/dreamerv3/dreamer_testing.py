@@ -1,0 +1,32 @@
+"""Agents of tiny networks, as programs make them."""
+
+from __future__ import annotations
+
+import agent_testing as testing
+import numpy as np
+
+from dreamerv3.agent import Agent
+from dreamerv3.config import load_config
+
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def make_config(*argv: str):
+    sizes = testing.rssm_flags(deter=16, hidden=6, stoch=3, classes=4, blocks=4)
+    context = ["--replay_context", str(testing.CONTEXT), "--agent.imag_length", "3"]
+    return load_config(["--configs", "debug", *sizes, *context, *argv], {})
+
+
+def make_agent(*argv: str) -> Agent:
+    config = make_config(*argv)
+    return Agent(testing.OBS_SPACE, testing.ACT_SPACE, config, compiler=QUICK)
+
+
+def make_obs(rows: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "vector": rng.normal(size=(rows, 3)).astype(np.float32),
+        "token": rng.integers(0, 4, rows),
+        "is_first": np.ones(rows, bool),
+        "reward": np.zeros(rows, np.float32),
+    }
