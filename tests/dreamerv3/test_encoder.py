@@ -98,6 +98,12 @@ def test_stages_halve_images(changes, side):
     assert kernels["enc/cnn0/kernel"].shape == (5, 5, 3, 2)
 
 
+def test_images_are_encoded_in_the_compute_dtype():
+    enc, size = encoder({"image": IMAGE}, "bfloat16")
+    tokens = jax.eval_shape(enc, {"image": images(2)})
+    assert (tokens.shape, tokens.dtype) == ((2, size), jnp.bfloat16)
+
+
 def test_image_keys_are_stacked_on_channels():
     spaces = {"left": IMAGE, "right": Space(np.uint8, (48, 48, 1))}
     enc, _ = encoder(spaces)
