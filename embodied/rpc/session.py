@@ -35,6 +35,7 @@ class Session:
         self.client = client
         self.heard = time.monotonic()
         self.away = False
+        self.greeted = True  # Whether it said HELLO to this very server.
         self.queues: dict[Any, deque] = {}  # Per worker pool, while one is at work.
         # Calls that are worked on (None), or whose reply the client may not have.
         self._replies: dict[int, bytes | None] = {}
@@ -178,6 +179,7 @@ class Sessions:
             if not session.away:
                 self._depart(session)
             session.update(hello)
+        session.greeted = True
         self._arrive(session)
         return session
 
@@ -188,8 +190,8 @@ class Sessions:
     def get(self, client: bytes) -> Session | None:
         """Returns the session of a message's sender and notes that it lives."""
         session = self._sessions.get(client)
-        if session is None:
-            return None
+        if session is None or not session.greeted:
+            return None  # What it shares with us is not known before its HELLO.
         session.heard = time.monotonic()
         if session.away:
             self._arrive(session)
@@ -240,7 +242,7 @@ class Sessions:
             }
             session = Session(bytes.fromhex(client), hello)
             session.restore(saved)
-            session.away = True
+            session.away, session.greeted = True, False
             self._sessions[session.client] = session
 
     def _arrive(self, session: Session) -> None:

@@ -275,3 +275,14 @@ def test_what_was_worked_on_at_a_save_is_new_after_a_restart():
     assert restored.begin(0, [], True)[0] == NEW
     assert restored.begin(2, [0, 1], False)[0] == NEW
     assert restored.begin(3, [], False)[0] == NEW
+
+
+def test_a_restored_client_must_introduce_itself_before_it_is_served():
+    """A call that was queued for the server before may come ahead of the HELLO."""
+    from embodied.rpc.session import Sessions
+
+    sessions = Sessions(timeout=8)
+    saved = {"name": "x", "highest": 3, "missing": [], "replies": {}}
+    sessions.load({b"client".hex(): saved})
+    assert sessions.get(b"client") is None
+    assert sessions.find(b"client") is not None
