@@ -247,18 +247,22 @@ class Replay:
             self._empty_selector()
             self._index = None
 
-    def save(self) -> Tree:
+    def save(self, on_cut: Callable[[], None] | None = None) -> Tree:
         """Writes what is new into the directory, and returns what `load` needs.
 
         All files that the result lists are on the disk then, and are never changed.
         Inserts (unless `save_wait`), samples and updates go on meanwhile.
+
+        Args:
+          on_cut: called as soon as it is decided which steps belong to the save;
+            later ones do not.
 
         Raises:
           CheckpointError: the disk is full, for example. The next save makes up for it.
         """
         with self._saving:
             with self._writing if self._save_wait else contextlib.nullcontext():
-                return self._saver.save(self._index, self._counters)
+                return self._saver.save(self._index, self._counters, on_cut)
 
     def records(self, data: Tree, root: str | os.PathLike[str]) -> list[FileRecord]:
         """Returns the files of a save, relative to `root`, to commit them."""

@@ -16,10 +16,11 @@ pass through a limiter.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Self
 
@@ -60,6 +61,7 @@ class Limiter:
         self._size = 0
         self._inserts = 0
         self._samples = 0
+        self._open = 0  # Threads that have inserts let through.
 
     def insert(self, amount: int, timeout: float | None = None) -> bool:
         """Waits until `amount` steps may be stored, and counts them all at once.
@@ -73,7 +75,9 @@ class Limiter:
         """
         _check_amount(amount)
         with self._lock:
-            if not self._inserters.wait(lambda: self._may_insert(amount), timeout):
+            if not self._inserters.wait(
+                lambda: bool(self._open) or self._may_insert(amount), timeout
+            ):
                 return False
             self._inserts += amount
             self._samplers.wake()
@@ -121,6 +125,22 @@ class Limiter:
         with self._lock:
             self._samples = self._without(amount)
             self._samplers.wake()
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Lets inserts that wait, and those that come meanwhile, through.
+
+        They are counted, so that later ones wait for longer. For a moment at which
+        none may be halfway, such as a save.
+        """
+        with self._lock:
+            self._open += 1
+            self._inserters.wake()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open -= 1
 
     def stats(self) -> dict[str, float]:
         """Returns the counts, how far sampling is ahead, and how many threads wait."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,20 +87,25 @@ class Saver:
         # Files that no save has listed, because it failed.
         self._unlisted: set[tuple[bytes, Piece]] = set()
 
-    def save(self, index: Index | None, counters: Counters) -> Tree:
+    def save(
+        self,
+        index: Index | None,
+        counters: Counters,
+        on_cut: Callable[[], None] | None = None,
+    ) -> Tree:
         """Writes what is new and returns the tree that lists everything."""
         self.number += 1
+        on_cut = on_cut or (lambda: None)
         if index is None or self._folder is None:
             with self._changed:
-                return {
-                    "format": FORMAT,
-                    "save": self.number,
-                    "counters": counters.save(),
-                }
+                counts = counters.save()
+            on_cut()
+            return {"format": FORMAT, "save": self.number, "counters": counts}
         with self._changed:
             snapshot = self._snapshot(index)
         pinned = set(snapshot.pinned.tolist())
         try:
+            on_cut()
             tree = self._tree(index, snapshot)
             jobs = self._jobs(tree, snapshot)
             self._write_steps(index, [x for x in jobs if x.number in pinned], pinned)

@@ -1,0 +1,101 @@
+"""The programs of parallel training: all roles, or one of them. The main process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import elements
+
+from dreamerv3.config import ConfigError, make_args, prepare_logdir
+from dreamerv3.factories import (
+    make_agent,
+    make_env,
+    make_logger,
+    make_replay,
+    make_stream,
+)
+
+
+def run_parallel(config: elements.Config) -> None:
+    """Trains with all roles, on this machine unless some run elsewhere."""
+    from embodied.run import parallel
+
+    prepare_logdir(config)
+    print(
+        f"Training in {config.run.envs} environments of {config.task} "
+        f"(Ctrl-C saves and stops) ...",
+        flush=True,
+    )
+    parallel.combined(
+        functools.partial(make_agent, config),
+        functools.partial(make_replay, config, "replay"),
+        functools.partial(make_replay, config, "replay_eval", "eval"),
+        functools.partial(make_env, config),
+        functools.partial(make_env, config),
+        functools.partial(make_stream, config),
+        functools.partial(make_logger, config),
+        make_args(config),
+    )
+    print(f"Done. Metrics, checkpoint and replay are in {config.logdir}.")
+
+
+def run_agent(config: elements.Config) -> None:
+    """Runs actor and learner; the other roles run elsewhere."""
+    from embodied.run import parallel
+
+    prepare_logdir(config)
+    parallel.parallel_agent(functools.partial(make_agent, config), make_args(config))
+
+
+def run_replay(config: elements.Config) -> None:
+    """Runs the replay."""
+    from embodied.run import parallel
+
+    parallel.parallel_replay(
+        functools.partial(make_replay, config, "replay"),
+        functools.partial(make_replay, config, "replay_eval", "eval"),
+        functools.partial(make_stream, config),
+        make_args(config),
+    )
+
+
+def run_logger(config: elements.Config) -> None:
+    """Runs the logger."""
+    from embodied.run import parallel
+
+    parallel.parallel_logger(functools.partial(make_logger, config), make_args(config))
+
+
+def run_env(config: elements.Config) -> None:
+    """Runs the environment whose id is the replica's number."""
+    from embodied.run import parallel
+
+    make = functools.partial(make_env, config)
+    count = config.run.envs + config.run.eval_envs
+    if config.replica >= count:
+        raise ConfigError(
+            f"replica: expected an env id below run.envs + run.eval_envs = {count} for "
+            f"--script parallel_env, got {config.replica}."
+        )
+    is_eval = config.replica >= config.run.envs
+    parallel.parallel_env(make, config.replica, make_args(config), is_eval)
+
+
+def run_envs(config: elements.Config) -> None:
+    """Runs all environments of this host."""
+    from embodied.run import parallel
+
+    make: Callable[..., Any] = functools.partial(make_env, config)
+    parallel.parallel_envs(make, make, make_args(config))
+
+
+SCRIPTS: dict[str, Callable[[elements.Config], None]] = {
+    "parallel": run_parallel,
+    "parallel_agent": run_agent,
+    "parallel_replay": run_replay,
+    "parallel_logger": run_logger,
+    "parallel_env": run_env,
+    "parallel_envs": run_envs,
+}

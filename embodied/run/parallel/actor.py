@@ -1,0 +1,309 @@
+"""The actor: runs the policy for all env workers. Agent process, its own threads.
+
+The server's threads batch calls and run `Actor.act`; after the reply another thread
+runs `Actor.publish`, in the order of the batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embodied.base import Agent, Array
+from embodied.clock import LocalClock
+from embodied.rpc import Disconnected
+from embodied.run.parallel import wiring
+from embodied.run.parallel.carries import Slots, make_table
+from embodied.run.parallel.ending import Ending
+
+SIGNALS = ("reward", "is_first", "is_last", "is_terminal")
+INFLIGHT = 4  # Batches that may wait for the replay, or the logger, to take them.
+GOODBYE_SECONDS = 3.0  # For workers to learn that the run is over.
+
+logger = logging.getLogger("embodied.run")
+
+
+class RunOver(RuntimeError):
+    """The answer to workers that ask for actions when there is nothing left to do."""
+
+
+class Transitions(NamedTuple):
+    """A batch [B, ...] on its way to replay and logger."""
+
+    envid: np.ndarray
+    is_eval: np.ndarray
+    stored: dict[str, Array]  # Observations, actions and outputs.
+    is_first: np.ndarray  # As the env said it.
+    logs: dict[str, Array]
+
+
+class Actor:
+    """The actor without its server.
+
+    `act` may be called from several threads, each time with other envs; `publish` is
+    called from one.
+
+    Args:
+      agent: has the policy.
+      replay: client of the replay: `add_batch`.
+      logger: client of the logger: `tran` and `add`.
+      envs: number of envs that are expected.
+      log_every: seconds between statistics.
+      server_stats: returns those of the server.
+      on_fatal: called with an error that is not a worker's fault.
+      progress: called after every batch.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        replay: Any,
+        logger: Any,
+        envs: int,
+        log_every: float = 0.0,
+        server_stats: Callable[[], dict[str, float]] = dict,
+        on_fatal: Callable[[Exception], None] = lambda error: None,
+        progress: Callable[[], None] = lambda: None,
+    ):
+        self.over = False  # Once set, workers are sent away.
+        self._replay = replay
+        self._logger = logger
+        self._table = make_table(agent)
+        self._slots = Slots(self._table, envs)
+        self._server_stats = server_stats
+        self._on_fatal = on_fatal
+        self._progress = progress
+        self._stored = wiring.Results(self._not_stored)
+        self._logged = wiring.Results(self._not_logged)
+        self._should_log = LocalClock(log_every)
+        self._busy = wiring.Stopwatch()
+        self._blocked = wiring.Stopwatch()
+        self._lock = threading.Lock()  # Guards the next.
+        self._steps = 0
+        self._since = time.monotonic()
+        self._recorded: dict[bool, int] = {}  # Env that is filmed, by `is_eval`.
+
+    def act(self, obs: dict[str, Array]) -> tuple[dict[str, Array], Transitions]:
+        """Chooses actions for a batch of envs, of which all evaluate or none does.
+
+        Args:
+          obs: observations [B, ...] with `envid` and `is_eval`.
+
+        Returns:
+          The actions with `reset`, and what is to be published.
+        """
+        if self.over:
+            raise RunOver("The run is over.")
+        missing = [key for key in ("envid", "is_eval", *SIGNALS) if key not in obs]
+        if missing:
+            raise ValueError(f"act expected the key {', '.join(missing)} as well.")
+        logs = {key: value for key, value in obs.items() if key.startswith("log/")}
+        seen = {key: value for key, value in obs.items() if key not in logs}
+        envids, is_eval = seen.pop("envid"), seen.pop("is_eval")
+        is_first = seen["is_first"]
+        try:
+            with self._busy:
+                actions, outputs, new = self._policy(seen, envids, bool(is_eval[0]))
+        except (ValueError, TypeError, KeyError):
+            raise  # The worker's fault, which is told.
+        except Exception as error:
+            self._on_fatal(error)
+            raise
+        reply = {**actions, "reset": seen["is_last"]}
+        # What came before, if anything, is not known here: sequences in the replay do
+        # not reach across.
+        stored = {**seen, "is_first": is_first | new, **actions, **outputs}
+        self._progress()
+        return reply, Transitions(envids, is_eval, stored, is_first, logs)
+
+    def publish(self, transitions: Transitions) -> None:
+        """Sends a batch to the replay and to the logger; waits while they are full.
+
+        What comes after the end of the run belongs to nothing, and is dropped.
+        """
+        try:
+            self._publish(transitions)
+        except Disconnected:
+            if not self.over:
+                raise
+
+    def leave(self, envids: list[int]) -> None:
+        """Frees what is kept for envs that are gone."""
+        self._slots.free(envids)
+        with self._lock:
+            for is_eval, envid in list(self._recorded.items()):
+                if envid in envids:
+                    del self._recorded[is_eval]
+
+    def stats(self) -> dict[str, float]:
+        """Returns rates and shares of time since the last call."""
+        now = time.monotonic()
+        with self._lock:
+            steps, self._steps = self._steps, 0
+            elapsed, self._since = now - self._since, now
+        return {
+            "fps/policy": steps / elapsed if elapsed > 0 else 0.0,
+            "parallel/envs": len(self._slots),
+            "timer/actor/policy": self._busy.share(),
+            "timer/actor/held_back": self._blocked.share(),
+            **dict(wiring.prefixed("server/actor", self._server_stats())),
+            **dict(wiring.prefixed("client/actor_replay", self._replay.stats())),
+            **dict(wiring.prefixed("client/actor_logger", self._logger.stats())),
+        }
+
+    def _publish(self, transitions: Transitions) -> None:
+        envids, is_eval = transitions.envid, transitions.is_eval
+        marks = {"envid": envids, "is_eval": is_eval}
+        with self._blocked:
+            future = self._replay.add_batch({**transitions.stored, **marks})
+        self._stored.add(future, envids)
+        message = {
+            **{key: transitions.stored[key] for key in SIGNALS},
+            "is_first": transitions.is_first,
+            **transitions.logs,
+            **marks,
+            **self._film(transitions),
+        }
+        self._logged.add(self._logger.tran(message))
+        with self._lock:
+            self._steps += len(envids)
+        if self._should_log():
+            self._logged.add(self._logger.add(self.stats()))
+
+    def _policy(
+        self, obs: dict[str, Array], envids: np.ndarray, is_eval: bool
+    ) -> tuple[dict[str, Array], dict[str, Array], np.ndarray]:
+        mode = "eval" if is_eval else "train"
+        ids = envids.tolist()
+        if len(set(ids)) < len(ids):
+            return self._one_by_one(obs, envids, is_eval)
+        slots, new = self._slots.find(ids)
+        obs = {**obs, "is_first": obs["is_first"] | new}
+        return *self._table.step(slots, obs, mode, envids), new
+
+    def _one_by_one(
+        self, obs: dict[str, Array], envids: np.ndarray, is_eval: bool
+    ) -> tuple[dict[str, Array], dict[str, Array], np.ndarray]:
+        """For workers that claim the same env, which must not harm the others."""
+        parts = []
+        for row in range(len(envids)):
+            one = {key: value[row : row + 1] for key, value in obs.items()}
+            parts.append(self._policy(one, envids[row : row + 1], is_eval))
+        actions, outputs = (
+            {key: np.concatenate([part[i][key] for part in parts]) for key in dicts}
+            for i, dicts in enumerate(parts[0][:2])
+        )
+        return actions, outputs, np.concatenate([part[2] for part in parts])
+
+    def _film(self, transitions: Transitions) -> dict[str, Any]:
+        """Returns the images of the envs that are being filmed."""
+        is_eval = bool(transitions.is_eval[0])
+        lowest = int(transitions.envid.min())
+        with self._lock:
+            filmed = self._recorded.setdefault(is_eval, lowest)
+            if lowest < filmed:
+                filmed = self._recorded[is_eval] = lowest
+        (rows,) = np.nonzero(transitions.envid == filmed)
+        if not len(rows):
+            return {}
+        images = {
+            key: np.asarray(value)[rows[-1:]]
+            for key, value in transitions.stored.items()
+            if value.dtype == np.uint8 and value.ndim == 4
+        }
+        if not images:
+            return {}
+        return {"images": images, "image_envid": np.array([filmed], np.int32)}
+
+    def _not_stored(self, envids: np.ndarray, error: Exception) -> None:
+        logger.warning("The replay did not take a batch: %s", error)
+        self._slots.free(envids.tolist())  # What follows is not consecutive.
+
+    def _not_logged(self, _: Any, error: Exception) -> None:
+        logger.warning("The logger did not take a batch: %s", error)
+
+
+def parallel_actor(agent: Agent, barrier: threading.Barrier, args: Any) -> None:
+    """Serves `act` until the run is over.
+
+    Args:
+      agent: shared with the learner.
+      barrier: of two; see `Ending`. Nothing is collected before the learner has
+        restored the agent.
+      args: the `run` block of the configuration and what belongs to it.
+    """
+    wiring.check_addresses(args, "actor_addr", "replay_addr", "logger_addr")
+    ending = Ending(barrier, "actor", "learner")
+    with ending:
+        ending.meet()
+        run_actor(agent, ending, args)
+
+
+def run_actor(
+    agent: Agent,
+    ending: Ending,
+    args: Any,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Serves until the learner is done, or has failed."""
+    batch = args.actor_batch if args.actor_batch > 0 else max(1, args.envs // 2)
+    envs = args.envs + args.eval_envs
+    server = wiring.make_server("BatchServer", args.actor_addr, "actor", args)
+    clients = [
+        wiring.make_client(address, f"actor-{name}", args, maxinflight=INFLIGHT)
+        for name, address in (
+            ("replay", args.replay_addr),
+            ("logger", args.logger_addr),
+        )
+    ]
+    try:
+        actor = Actor(
+            agent,
+            replay=clients[0],
+            logger=clients[1],
+            envs=envs,
+            log_every=args.log_every,
+            server_stats=server.stats,
+            on_fatal=ending.fail,
+            progress=progress,
+        )
+        server.sessions.on_leave.append(
+            lambda session: actor.leave((session.info or {}).get("envids", []))
+        )
+        server.bind(
+            "act",
+            actor.act,
+            actor.publish,
+            batch=batch,
+            limit=max(batch, envs),
+            workers=args.actor_threads,
+            timeout=args.actor_timeout,
+            group="is_eval",
+        )
+        with server:
+            ending.wait()
+            actor.over = True
+            _see_off(server)
+            for client in clients:
+                client.close()  # Ends a wait for the replay to take a batch.
+    finally:
+        for client in clients:
+            client.close()
+
+
+def _see_off(server: Any) -> None:
+    """Waits until the workers have learned that the run is over, but not for long."""
+    gone = threading.Event()
+
+    def on_leave(session: Any) -> None:
+        if not len(server.sessions):
+            gone.set()
+
+    server.sessions.on_leave.append(on_leave)
+    if len(server.sessions):
+        gone.wait(GOODBYE_SECONDS)

@@ -1,0 +1,73 @@
+"""The agent: actor and learner as two threads that share it. Agent process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from embodied.base import Agent
+from embodied.rpc import Progress, Thread
+from embodied.run.messages import show_messages
+from embodied.run.parallel import wiring
+from embodied.run.parallel.actor import run_actor
+from embodied.run.parallel.ending import Ending
+from embodied.run.parallel.learner import run_learner
+from embodied.run.signals import stop_on_signals
+
+LEAVE_SECONDS = 30.0  # For the actor to end after the learner.
+
+
+def parallel_agent(make_agent: bytes | Callable[[], Agent], args: Any) -> None:
+    """Acts and learns until `args.steps`, `args.duration`, or a signal; then saves.
+
+    Args:
+      make_agent: makes the agent; may be cloudpickled.
+      args: the `run` block of the configuration and what belongs to it.
+
+    Raises:
+      Exception: that of the actor or the learner, whichever failed first.
+    """
+    wiring.check_addresses(args, "actor_addr", "replay_addr", "logger_addr")
+    with show_messages(), stop_on_signals() as stop:
+        run_agent(make_agent, args, stop)
+
+
+def run_agent(
+    make_agent: bytes | Callable[[], Agent],
+    args: Any,
+    stop: threading.Event,
+    progress: Progress | None = None,
+) -> None:
+    """Acts and learns until the end of the run, or until `stop` is set; then saves."""
+    agent = wiring.load_factory(make_agent)()
+    barrier = threading.Barrier(2)
+    step = progress.step if progress else lambda: None
+    actor = Thread(_act, agent, barrier, args, step, name="actor")
+    learner = Thread(_learn, agent, barrier, args, stop, step, name="learner")
+    actor.start()
+    learner.start()
+    learner.join()
+    actor.join(LEAVE_SECONDS)
+    failure = vars(barrier).get("failure")
+    if failure is not None:
+        raise failure[1]
+
+
+def _act(
+    agent: Agent, barrier: threading.Barrier, args: Any, progress: Callable[[], None]
+) -> None:
+    with Ending(barrier, "actor", "learner") as ending:
+        ending.meet()
+        run_actor(agent, ending, args, progress)
+
+
+def _learn(
+    agent: Agent,
+    barrier: threading.Barrier,
+    args: Any,
+    stop: threading.Event,
+    progress: Callable[[], None],
+) -> None:
+    with Ending(barrier, "learner", "actor") as ending:
+        run_learner(agent, ending, args, stop, progress)

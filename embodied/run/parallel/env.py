@@ -1,0 +1,271 @@
+"""Env workers: step environments and ask the actor for actions. Env processes.
+
+A worker with several environments has two halves of them: one half steps while the
+other waits for its actions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from embodied.base import Env
+from embodied.rpc import Policy, Process, Progress, RemoteError, Supervisor
+from embodied.run.messages import show_messages
+from embodied.run.parallel import wiring
+from embodied.run.signals import stop_on_signals
+
+MakeEnv = Callable[[int], Env]
+RUN_OVER = "RunOver"  # Type of the actor's answer when there is nothing left to do.
+
+
+class Half:
+    """Environments that step together, and their next actions.
+
+    Args:
+      make_env: makes the environment of an id.
+      envids: their ids.
+      is_eval: whether they evaluate.
+      progress: told of every step.
+    """
+
+    def __init__(
+        self,
+        make_env: MakeEnv,
+        envids: Sequence[int],
+        is_eval: bool,
+        progress: Progress | None = None,
+    ):
+        self.rows = len(envids)
+        self._progress = progress
+        self._marks = {
+            "envid": np.array(envids, np.int32),
+            "is_eval": np.full(len(envids), is_eval),
+        }
+        self._envs: list[Env] = []
+        try:
+            for envid in envids:
+                self._envs.append(make_env(envid))
+                self._report()
+        except BaseException:
+            self.close()
+            raise
+        self._spaces = self._envs[0].obs_space
+        self.actions: dict[str, np.ndarray] = {
+            key: np.zeros((self.rows, *space.shape), space.dtype)
+            for key, space in self._envs[0].act_space.items()
+        }
+        self.actions["reset"] = np.ones(self.rows, bool)
+
+    def step(self) -> dict[str, np.ndarray]:
+        """Takes the next actions; returns observations, `envid` and `is_eval`, [n]."""
+        rows = []
+        for index, env in enumerate(self._envs):
+            action = {key: value[index] for key, value in self.actions.items()}
+            rows.append(self._check(index, env.step(action)))
+            self._report()
+        stacked = {key: np.stack([row[key] for row in rows]) for key in self._spaces}
+        return stacked | self._marks
+
+    def close(self) -> None:
+        """Closes the environments."""
+        for env in self._envs:
+            env.close()
+
+    def _check(self, index: int, obs: dict[str, Any]) -> dict[str, np.ndarray]:
+        missing = self._spaces.keys() - obs.keys()
+        if missing:
+            raise wiring.RoleError(
+                f"Env {self._marks['envid'][index]} expected to return "
+                f"{', '.join(sorted(self._spaces))}, got {', '.join(sorted(obs))}: "
+                f"{', '.join(sorted(missing))} is missing."
+            )
+        checked = {}
+        for key, space in self._spaces.items():
+            value = np.asarray(obs[key], space.dtype)
+            if value.shape != tuple(space.shape):
+                raise wiring.RoleError(
+                    f"Env {self._marks['envid'][index]} expected {key!r} of shape "
+                    f"{tuple(space.shape)}, got {value.shape}."
+                )
+            checked[key] = value
+        return checked
+
+    def _report(self) -> None:
+        if self._progress is not None:
+            self._progress.step()
+
+
+class EnvWorker:
+    """Steps environments with the actions of an actor, until the run is over.
+
+    Args:
+      halves: the environments; each half has one call open.
+      client: connection to the actor.
+      progress: told while the worker waits for actions, which is not a hang.
+    """
+
+    def __init__(
+        self, halves: Sequence[Half], client: Any, progress: Progress | None = None
+    ):
+        self._client = client
+        self._progress = progress
+        self._open: deque[tuple[Half, Any]] = deque()
+        for half in halves:
+            self._ask(half)
+
+    def step(self) -> bool:
+        """Takes the actions of the half that has waited longest; False at the end."""
+        half, future = self._open.popleft()
+        try:
+            with self._waiting():
+                reply = future.result()
+        except RemoteError as error:
+            if error.type == RUN_OVER:
+                return False
+            raise
+        if half.rows == 1:
+            reply = {key: np.asarray(value)[None] for key, value in reply.items()}
+        half.actions = reply
+        self._ask(half)
+        return True
+
+    def _ask(self, half: Half) -> None:
+        message, rows = half.step(), half.rows
+        if rows == 1:  # Not a stack, as any client would send it.
+            message, rows = {key: value[0] for key, value in message.items()}, 0
+            message = {key: np.asarray(value) for key, value in message.items()}
+        self._open.append((half, self._client.call("act", message, rows=rows)))
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        if self._progress is None:
+            return contextlib.nullcontext()
+        return self._progress.waiting()
+
+
+def parallel_env(
+    make_env: bytes | MakeEnv, envid: int, args: Any, is_eval: bool = False
+) -> None:
+    """Steps one environment until the run is over.
+
+    Args:
+      make_env: makes the environment of an id; may be cloudpickled.
+      envid: its id.
+      args: the `run` block of the configuration and what belongs to it.
+      is_eval: whether it evaluates.
+    """
+    with show_messages():
+        run_worker(make_env, [envid], args, is_eval)
+
+
+def run_worker(
+    make_env: bytes | MakeEnv,
+    envids: Sequence[int],
+    args: Any,
+    is_eval: bool,
+    progress: Progress | None = None,
+) -> None:
+    """Steps the environments of one worker until the run is over."""
+    wiring.check_addresses(args, "actor_addr")
+    make_env = wiring.load_factory(make_env)
+    name = worker_name(envids)
+    middle = (len(envids) + 1) // 2
+    groups = [ids for ids in (envids[:middle], envids[middle:]) if len(ids)]
+    with contextlib.ExitStack() as stack:
+        halves = []
+        for ids in groups:
+            halves.append(Half(make_env, ids, is_eval, progress))
+            stack.callback(halves[-1].close)
+        client = stack.enter_context(
+            wiring.make_client(
+                args.actor_addr,
+                name,
+                args,
+                slots=len(envids),
+                group=bool(is_eval),
+                info={"envids": [int(envid) for envid in envids]},
+            )
+        )
+        with progress.waiting() if progress else contextlib.nullcontext():
+            wiring.connect(client, name, "actor", lambda: False)
+        worker = EnvWorker(halves, client, progress)
+        while worker.step():
+            pass
+
+
+def parallel_envs(
+    make_env: bytes | MakeEnv, make_env_eval: bytes | MakeEnv, args: Any
+) -> None:
+    """Runs all env workers of this host until the run is over, or Ctrl-C.
+
+    Their ids begin at `args.env_offset`; those that evaluate come last.
+
+    Raises:
+      RunFailed: a worker fails again and again.
+    """
+    wiring.check_addresses(args, "actor_addr")
+    with show_messages(), stop_on_signals() as stop:
+        supervisor = Supervisor(stall_timeout=args.stall_timeout)
+        with supervisor:
+            add_workers(supervisor, make_env, make_env_eval, args)
+            supervisor.run(until=stop)
+
+
+def add_workers(
+    supervisor: Supervisor,
+    make_env: bytes | MakeEnv,
+    make_env_eval: bytes | MakeEnv,
+    args: Any,
+) -> int:
+    """Adds the env workers of this host to a supervisor; returns how many."""
+    first = args.env_offset
+    training = range(first, first + args.envs)
+    evaluating = range(training.stop, training.stop + args.eval_envs)
+    count = 0
+    for make, envids, is_eval in (
+        (make_env, training, False),
+        (make_env_eval, evaluating, True),
+    ):
+        for start in range(0, len(envids), args.envs_per_worker):
+            ids = list(envids[start : start + args.envs_per_worker])
+            progress = Progress()
+            supervisor.add(
+                worker_name(ids),
+                "env",
+                functools.partial(_make_worker, make, ids, args, is_eval, progress),
+                Policy(args.restarts["env"], hang=args.env_timeout),
+                progress,
+            )
+            count += 1
+    return count
+
+
+def worker_name(envids: Sequence[int]) -> str:
+    """Returns the name of a worker: env-3, or env-0-7."""
+    first, last = envids[0], envids[-1]
+    return f"env-{first}" if first == last else f"env-{first}-{last}"
+
+
+def _make_worker(
+    make_env: bytes | MakeEnv,
+    envids: list[int],
+    args: Any,
+    is_eval: bool,
+    progress: Progress,
+) -> Process:
+    return Process(
+        _worker_process,
+        *(make_env, envids, args, is_eval, progress),
+        name=worker_name(envids),
+        fds=[progress.fd],
+    )
+
+
+def _worker_process(*arguments: Any) -> None:
+    with show_messages():
+        run_worker(*arguments)

@@ -1,0 +1,228 @@
+"""Starts, supervises and ends all roles of a run. The launching process."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from embodied.checkpoint import write_file
+from embodied.rpc import (
+    Policy,
+    Process,
+    Progress,
+    RunFailed,
+    Supervisor,
+    Thread,
+    WorkerError,
+)
+from embodied.rpc.thread import Worker
+from embodied.run.messages import show_messages
+from embodied.run.parallel import agent, env, replay, wiring
+from embodied.run.parallel import logger as loggers
+from embodied.run.signals import stop_on_signals
+
+GRACE = 10.0  # Seconds for roles to end after the agent.
+
+log = logging.getLogger("embodied.run")
+
+
+def combined(
+    make_agent: Callable[[], Any],
+    make_replay_train: Callable[[], Any],
+    make_replay_eval: Callable[[], Any],
+    make_env_train: Callable[[int], Any],
+    make_env_eval: Callable[[int], Any],
+    make_stream: Callable[[Any, str], Any],
+    make_logger: Callable[[], Any],
+    args: Any,
+) -> None:
+    """Trains with all roles, until `args.steps` or `args.duration`, or Ctrl-C.
+
+    The next call with the same `args.logdir` continues there.
+
+    Args:
+      make_agent: makes the agent.
+      make_replay_train: makes the replay of training envs.
+      make_replay_eval: makes the replay of evaluation envs.
+      make_env_train: makes the training env of an id.
+      make_env_eval: makes the evaluation env of an id.
+      make_stream: makes the stream of batches of a replay and a mode.
+      make_logger: makes the logger.
+      args: the `run` block of the configuration and what belongs to it.
+
+    Raises:
+      RunFailed: a role has failed for good; names it, with its traceback.
+      RunStalled: nothing has progressed for `args.stall_timeout`.
+      RoleError: the arguments do not fit together.
+    """
+    args = prepare(args)
+    with show_messages(), stop_on_signals() as stop:
+        done = threading.Event()
+        supervisor = Supervisor(
+            grace=GRACE,
+            stall_timeout=args.stall_timeout,
+            on_restart=functools.partial(_tell_restart, args),
+        )
+        dumps = cloudpickle.dumps
+        with supervisor:
+            _add_process(
+                supervisor,
+                "logger",
+                args,
+                loggers.parallel_logger,
+                [dumps(make_logger), args],
+            )
+            if not args.remote_replay:
+                factories = (make_replay_train, make_replay_eval, make_stream)
+                _add_process(
+                    supervisor,
+                    "replay",
+                    args,
+                    replay.parallel_replay,
+                    [*map(dumps, factories), args],
+                )
+            _add_agent(supervisor, make_agent, args, stop, done)
+            workers = 0
+            if not args.remote_envs:
+                makers = (dumps(make_env_train), dumps(make_env_eval))
+                workers = env.add_workers(supervisor, *makers, args)
+            _tell_start(args, workers)
+            try:
+                supervisor.run(until=done)
+            except RunFailed as error:
+                _write_error(args, error)
+                raise
+        _raise_late(supervisor, done)
+
+
+def prepare(args: Any) -> Any:
+    """Returns the arguments with addresses, checked."""
+    if args.actor_batch > args.envs:
+        raise wiring.RoleError(
+            f"run.actor_batch: expected at most run.envs ({args.envs}), got "
+            f"{args.actor_batch}: such a batch would never be full."
+        )
+    if args.remote_replay:
+        wiring.check_addresses(args, "replay_addr", "logger_addr")
+    if args.remote_envs:
+        wiring.check_addresses(args, "actor_addr")
+    batch = args.actor_batch if args.actor_batch > 0 else max(1, args.envs // 2)
+    Path(args.logdir).mkdir(parents=True, exist_ok=True)
+    return wiring.resolve_addresses(args).update(actor_batch=batch)
+
+
+def _add_process(
+    supervisor: Supervisor, role: str, args: Any, function: Any, arguments: list[Any]
+) -> None:
+    supervisor.add(
+        role,
+        role,
+        lambda: Process(function, *arguments, name=role),
+        Policy(args.restarts[role]),
+    )
+
+
+def _add_agent(
+    supervisor: Supervisor,
+    make_agent: Callable[[], Any],
+    args: Any,
+    stop: threading.Event,
+    done: threading.Event,
+) -> None:
+    """Adds the agent, whose good end is the end of the run."""
+    progress = Progress()
+    current: list[Process] = []
+
+    def end_if_well(worker: Worker) -> None:
+        if worker.error is None:
+            done.set()
+
+    def make_process() -> Process:
+        process = Process(
+            _agent_process,
+            *(cloudpickle.dumps(make_agent), args, progress),
+            name="agent",
+            fds=[progress.fd],
+        )
+        process.on_exit(end_if_well)
+        current[:] = [process]
+        return process
+
+    def make_thread() -> Thread:
+        thread = Thread(
+            *(agent.run_agent, make_agent, args, stop, progress), name="agent"
+        )
+        thread.on_exit(end_if_well)
+        return thread
+
+    if args.agent_process:
+        policy = Policy(args.restarts["agent"])
+        supervisor.add("agent", "agent", make_process, policy, progress)
+        threading.Thread(
+            target=_pass_on,
+            args=(stop, done, current),
+            name="pass on the stop",
+            daemon=True,
+        ).start()
+    else:
+        supervisor.add("agent", "agent", make_thread, Policy(0), progress)
+
+
+def _agent_process(make_agent: bytes, args: Any, progress: Progress) -> None:
+    with show_messages(), stop_on_signals() as stop:
+        agent.run_agent(make_agent, args, stop, progress)
+
+
+def _pass_on(
+    stop: threading.Event, done: threading.Event, current: list[Process]
+) -> None:
+    """Tells the agent's process to save and leave once `stop` is set."""
+    stop.wait()
+    if done.is_set():
+        return
+    pid = current[0].pid if current and current[0].running else None
+    if pid is None:
+        done.set()  # It has failed and is not back yet: there is nothing to save.
+    else:
+        os.kill(pid, signal.SIGTERM)
+
+
+def _tell_start(args: Any, workers: int) -> None:
+    parts = ["logger"]
+    parts += ["replay"] if not args.remote_replay else ["replay elsewhere"]
+    parts += ["agent in its own process" if args.agent_process else "agent"]
+    parts += [f"{workers} env workers" if workers else "env workers elsewhere"]
+    log.info("Starting: %s.", ", ".join(parts))
+    log.info(
+        "Addresses: actor %s, replay %s, logger %s.",
+        *(args[key] for key in wiring.ADDRESSES),
+    )
+
+
+def _tell_restart(args: Any, name: str, error: WorkerError | None) -> None:
+    reason = "it ended." if error is None else error.reason
+    log.warning("Role %s is restarted: %s", name, reason)
+    if error is not None:
+        _write_error(args, error)
+
+
+def _write_error(args: Any, error: WorkerError) -> None:
+    if args.get("errfile", False):
+        write_file(Path(args.logdir), f"error-{error.name}.txt", str(error).encode())
+
+
+def _raise_late(supervisor: Supervisor, done: threading.Event) -> None:
+    """Raises the agent's error if it failed while everything was being stopped."""
+    for status in supervisor.status():
+        if status.role == "agent" and status.error is not None and not done.is_set():
+            raise RunFailed(
+                status.name, status.error.reason, status.error.traceback, "agent"
+            )

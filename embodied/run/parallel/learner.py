@@ -1,0 +1,278 @@
+"""The learner: trains the agent on batches from the replay. Agent process, a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from embodied.base import Agent, Array, Tree
+from embodied.checkpoint import CheckpointError
+from embodied.clock import GlobalClock
+from embodied.run.metrics import Means
+from embodied.run.parallel import wiring
+from embodied.run.parallel.ending import Ending
+from embodied.run.parallel.saving import Conductor
+from embodied.run.parallel.streams import RemoteStream
+
+AHEAD = 3  # Calls for batches that are open beside those that wait on the device.
+INFLIGHT = 8  # Updates of the replay that may be on their way.
+END_SECONDS = 60.0  # For the actor to end after the learner.
+
+logger = logging.getLogger("embodied.run")
+
+
+class Learner:
+    """The learner without its connections.
+
+    Args:
+      agent: to train.
+      batches: from `agent.stream`.
+      replay: client of the replay: `update` and, for reports, `sample_batch_…`.
+      logger: client of the logger: `add`.
+      args: sizes of batches and reports.
+      stream_wait: share of the time that the stream has waited for the replay.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        batches: Iterator[dict[str, Array]],
+        replay: Any,
+        logger: Any,
+        args: Any,
+        stream_wait: Callable[[], float] = lambda: 0.0,
+    ):
+        self.updates = 0
+        self._agent = agent
+        self._batches = batches
+        self._replay = replay
+        self._logger = logger
+        self._args = args
+        self._stream_wait = stream_wait
+        self._carry: Tree = agent.init_train(args.batch_size)
+        self._means = Means()
+        self._waiting = wiring.Stopwatch()
+        self._training = wiring.Stopwatch()
+        self._counted = (time.monotonic(), 0)
+        self._results = wiring.Results(self._not_taken)
+
+    def step(self) -> None:
+        """Makes one update; StopIteration if there are no batches any more."""
+        with self._waiting:
+            batch = next(self._batches)
+        with self._training:
+            self._carry, outputs, metrics = self._agent.train(self._carry, batch)
+        self.updates += 1
+        self._give_back(outputs)
+        self._means.add(metrics)
+
+    def flush(self) -> None:
+        """Waits for the update that the agent is still working on, if it does."""
+        if hasattr(self._agent, "flush"):
+            outputs, metrics = self._agent.flush()
+            self._give_back(outputs)
+            self._means.add(metrics)
+
+    def report(self, source: str, opened: Callable[[RemoteStream], None]) -> None:
+        """Sends the agent's report on fresh samples of a source to the logger."""
+        args = self._args
+        count = args.consec_report * args.report_batches
+        stream = RemoteStream(self._replay, source, ahead=1, count=count)
+        opened(stream)
+        batches = self._agent.stream(stream)
+        carry, means = self._agent.init_report(args.batch_size), Means()
+        try:
+            for batch in batches:
+                carry, metrics = self._agent.report(carry, batch)
+                means.add(metrics)
+        finally:
+            for part in (stream, batches):
+                getattr(part, "close", lambda: None)()
+        self._send(dict(wiring.prefixed(source, means.result())))
+
+    def log(self) -> None:
+        """Sends metrics since the last call to the logger."""
+        now, (since, before) = time.monotonic(), self._counted
+        self._counted = (now, self.updates)
+        rate = (self.updates - before) / max(1e-9, now - since)
+        self._send(
+            {
+                **dict(wiring.prefixed("train", self._means.result())),
+                "fps/train": rate * self._args.batch_size * self._args.batch_length,
+                "parallel/updates_per_second": rate,
+                "timer/learner/wait": self._waiting.share(),
+                "timer/learner/train": self._training.share(),
+                "timer/learner/stream_wait": self._stream_wait(),
+                **dict(wiring.prefixed("client/learner_replay", self._replay.stats())),
+                **dict(wiring.prefixed("client/learner_logger", self._logger.stats())),
+            }
+        )
+
+    def drain(self, timeout: float) -> None:
+        """Waits until all that was sent has arrived."""
+        self._results.wait(timeout)
+
+    def _give_back(self, outputs: dict[str, Any]) -> None:
+        if "replay" in outputs:
+            self._results.add(self._replay.update(outputs["replay"]), "replay")
+
+    def _send(self, metrics: dict[str, Any]) -> None:
+        self._results.add(self._logger.add(metrics), "logger")
+
+    def _not_taken(self, role: str, error: Exception) -> None:
+        logger.warning("The %s did not take what the learner sent: %s", role, error)
+
+
+def parallel_learner(agent: Agent, barrier: threading.Barrier, args: Any) -> None:
+    """Trains until `args.steps` or `args.duration`, then saves.
+
+    Args:
+      agent: shared with the actor.
+      barrier: of two; passed when the agent is restored, and at the end.
+      args: the `run` block of the configuration and what belongs to it.
+    """
+    wiring.check_addresses(args, "replay_addr", "logger_addr")
+    with Ending(barrier, "learner", "actor") as ending:
+        run_learner(agent, ending, args, threading.Event())
+
+
+def run_learner(
+    agent: Agent,
+    ending: Ending,
+    args: Any,
+    stop: threading.Event,
+    progress: Callable[[], None] = lambda: None,
+    clock: Any = None,
+) -> None:
+    """Trains until the end of the run, or until `stop` is set; then saves.
+
+    Args:
+      agent: shared with the actor.
+      ending: the learner's side of the barrier.
+      args: see `parallel_learner`.
+      stop: ends the run when set; set when the run ends.
+      progress: called after every update.
+      clock: client of the clock that all replicas follow.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def connect(name: str, address: str, inflight: int = 16) -> Any:
+            return stack.enter_context(
+                wiring.make_client(
+                    address, f"learner-{name}", args, maxinflight=inflight
+                )
+            )
+
+        samples = connect("samples", args.replay_addr)
+        replay = connect("replay", args.replay_addr, INFLIGHT)
+        log = connect("logger", args.logger_addr)
+        ended = connect("end", args.logger_addr)
+        over = stack.enter_context(_Over(stop, ending, args.duration))
+        for client, whom in ((samples, "replay"), (log, "logger")):
+            wiring.connect(client, "The learner", whom, stop.is_set)
+        conductor = Conductor(agent, samples, log, args)
+        stack.callback(conductor.close)
+        if not conductor.restore() and not stop.is_set():
+            conductor.save(trained=0)
+            conductor.wait()
+        ending.meet()
+        over.when(ended.wait_step(int(args.steps)))
+        stream = RemoteStream(samples, "train", AHEAD)
+        over.opened(stream)
+        batches = agent.stream(stream)
+        stack.callback(getattr(batches, "close", lambda: None))
+        stack.callback(stream.close)  # Before the other, which waits for it.
+        learner = Learner(agent, iter(batches), replay, log, args, stream.waiting.share)
+        _train(learner, conductor, over, ending, args, progress, clock)
+    ending.check()
+    with contextlib.suppress(TimeoutError):
+        ending.meet(END_SECONDS)
+
+
+def _train(
+    learner: Learner,
+    conductor: Conductor,
+    over: _Over,
+    ending: Ending,
+    args: Any,
+    progress: Callable[[], None],
+    clock: Any,
+) -> None:
+    should_log = GlobalClock(args.log_every, client=clock, name="log")
+    should_report = GlobalClock(args.report_every, client=clock, name="report")
+    should_save = GlobalClock(args.save_every, client=clock, name="save")
+    while not over:
+        try:
+            learner.step()
+        except StopIteration:
+            break
+        progress()
+        if should_report():
+            learner.report("report", over.opened)
+            if args.eval_envs:
+                learner.report("eval", over.opened)
+        if should_log():
+            learner.log()
+        if should_save():
+            conductor.save(learner.updates)
+    if ending.broken:
+        return  # What the other side has left is not known: the last save stands.
+    learner.flush()
+    learner.log()
+    conductor.save(learner.updates)
+    if not conductor.wait():
+        raise CheckpointError(
+            f"The end of the run could not be saved to {args.logdir}. The warning "
+            "above says why."
+        )
+
+
+class _Over:
+    """Says when the run is over, and ends what waits for batches then.
+
+    Args:
+      stop: set when the run is over.
+      ending: a failure of the actor is the end, too.
+      duration: seconds; 0 for no limit.
+    """
+
+    def __init__(self, stop: threading.Event, ending: Ending, duration: float):
+        self._stop = stop
+        self._duration = duration
+        self._lock = threading.Lock()  # Guards the streams.
+        self._streams: list[RemoteStream] = []
+        self._watch = threading.Thread(target=self._run, name="over", daemon=True)
+        ending.on_failure(stop.set)
+
+    def __enter__(self) -> _Over:
+        self._watch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._watch.join()
+
+    def __bool__(self) -> bool:
+        return self._stop.is_set()
+
+    def when(self, future: Any) -> None:
+        """Ends the run when a call is answered."""
+        future.add_callback(lambda _: self._stop.set())
+
+    def opened(self, stream: RemoteStream) -> None:
+        """Closes a stream when the run is over."""
+        with self._lock:
+            self._streams = [x for x in self._streams if not x.closed] + [stream]
+        if self._stop.is_set():
+            stream.close()
+
+    def _run(self) -> None:
+        self._stop.wait(self._duration or None)
+        self._stop.set()
+        with self._lock:
+            for stream in self._streams:
+                stream.close()

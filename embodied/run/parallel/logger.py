@@ -1,0 +1,179 @@
+"""The logger role: counts steps, assembles episodes, writes. Logger process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from embodied.base import Array
+from embodied.clock import LocalClock
+from embodied.episodes import Episodes
+from embodied.run.messages import show_messages
+from embodied.run.metrics import Usage
+from embodied.run.parallel import wiring
+from embodied.run.parallel.bottleneck import find_bottleneck
+from embodied.run.parallel.saving import RoleCheckpoint
+from embodied.run.saving import LOGGER, StepCount
+from embodied.run.signals import stop_on_signals
+
+CALLS = "logger_calls"  # Part of checkpoints, beside the step.
+BOTTLENECK = "parallel/bottleneck"
+TIMER = "timer/"
+
+log = logging.getLogger("embodied.run")
+
+
+class LoggerRole:
+    """The logger role without its server. Threads: `_lock` guards all of it.
+
+    Args:
+      logger: `add`, `write`, `close` and a counter `step`.
+      args: `episode_timeout`, `log_every`, `actor_threads` and `usage`.
+    """
+
+    def __init__(self, logger: Any, args: Any):
+        self._logger = logger
+        self._count = StepCount(logger.step)
+        self._episodes = Episodes(timeout=args.episode_timeout)
+        self._should_write = LocalClock(args.log_every)
+        self._usage = Usage(args.usage)
+        self._actor_threads = args.actor_threads
+        self._lock = threading.Lock()
+        self._counted = threading.Condition(self._lock)
+        self._shares: dict[str, float] = {}  # Of time, the newest of every role.
+        self._steps = 0
+        self._since = time.monotonic()
+        self._closed = False
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        """Adds metrics of a role."""
+        with self._lock:
+            for name, value in metrics.items():
+                if name.startswith(TIMER):
+                    self._shares[name] = float(value)
+            self._logger.add(metrics)
+            self._write_if_due()
+
+    def tran(self, transitions: dict[str, Any]) -> int:
+        """Adds transitions [B, ...] of envs; returns the step.
+
+        Args:
+          transitions: reward, is_first, is_last, `log/` keys, `envid`, `is_eval`, and
+            `images` [n, H, W, C] by key of the envs `image_envid` [n] that are filmed.
+        """
+        batch = dict(transitions)
+        envids = np.asarray(batch.pop("envid"))
+        is_eval = np.asarray(batch.pop("is_eval"), bool)
+        images = _images(batch.pop("images", {}), batch.pop("image_envid", ()))
+        with self._lock:
+            steps = int(len(envids) - is_eval.sum())
+            self._logger.step.increment(steps)
+            self._steps += steps
+            for episode in self._episodes.add_batch(batch, envids, is_eval, images):
+                self._logger.add(episode)
+            self._counted.notify_all()
+            self._write_if_due()
+            return int(self._logger.step)
+
+    def wait_step(self, step: int) -> int:
+        """Returns when so many steps are counted, or the role is closed."""
+        with self._counted:
+            self._counted.wait_for(
+                lambda: self._closed or int(self._logger.step) >= step
+            )
+            return int(self._logger.step)
+
+    def save(self) -> dict[str, Any]:
+        """Writes what was collected, and returns the state."""
+        with self._lock:
+            self._logger.write()
+            return self._count.save()
+
+    def load(self, data: dict[str, Any]) -> None:
+        """Goes on counting from a saved state."""
+        with self._lock:
+            self._count.load(data)
+
+    def close(self) -> None:
+        """Writes what was collected, and ends waits."""
+        with self._lock:
+            self._closed = True
+            self._counted.notify_all()
+            self._write()
+            self._logger.close()
+
+    def _write_if_due(self) -> None:
+        if self._should_write():
+            self._write()
+
+    def _write(self) -> None:
+        now = time.monotonic()
+        elapsed, self._since = now - self._since, now
+        steps, self._steps = self._steps, 0
+        if steps:  # Else rates of zero would end every curve.
+            self._logger.add({"fps/env": steps / max(1e-9, elapsed)})
+        self._logger.add(self._episodes.result())
+        self._logger.add(self._usage.result(), prefix="usage/logger")
+        if self._shares and steps:
+            line = find_bottleneck(self._shares, self._actor_threads)
+            self._logger.add({BOTTLENECK: line})
+            log.info(
+                "Step %d, %.0f steps/s. Bottleneck: %s.",
+                int(self._logger.step),
+                steps / max(1e-9, elapsed),
+                line,
+            )
+        self._logger.write()
+
+
+def parallel_logger(make_logger: Any, args: Any) -> None:
+    """Serves the logger until SIGTERM or Ctrl-C.
+
+    Args:
+      make_logger: makes the logger; may be cloudpickled.
+      args: the `run` block of the configuration and what belongs to it.
+    """
+    wiring.check_addresses(args, "logger_addr")
+    with show_messages(), stop_on_signals() as stop:
+        serve(LoggerRole(wiring.load_factory(make_logger)(), args), args, stop)
+
+
+def serve(role: LoggerRole, args: Any, stop: threading.Event) -> None:
+    """Connects a role and serves it until `stop` is set."""
+    checkpoint = RoleCheckpoint(args)
+    parts = checkpoint.load((LOGGER, CALLS))
+    if LOGGER in parts:
+        role.load(parts[LOGGER])
+    server = wiring.make_server("Server", args.logger_addr, "logger", args)
+    if CALLS in parts:
+        server.load(parts[CALLS])
+
+    def save(tag: str) -> dict[str, Any]:
+        with server.paused():
+            parts = {LOGGER: role.save(), CALLS: server.save()}
+        records = checkpoint.write(tag, parts)
+        return {
+            "records": [record.to_json() for record in records],
+            "meta": {"step": int(parts[LOGGER]["step"])},
+        }
+
+    server.bind("add", role.add, workers=1, once=True)
+    server.bind("tran", role.tran, workers=1, once=True)
+    server.bind("wait_step", role.wait_step, workers=1)
+    server.bind("save", save)
+    server.bind("discard", lambda tag: None)
+    with server:
+        stop.wait()
+        role.close()
+
+
+def _images(images: dict[str, Array], envids: Any) -> dict[Hashable, dict[str, Array]]:
+    return {
+        int(envid): {key: value[row] for key, value in images.items()}
+        for row, envid in enumerate(np.asarray(envids).tolist())
+    }

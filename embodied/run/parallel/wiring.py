@@ -1,0 +1,187 @@
+"""How roles find and reach each other: factories, addresses, keys. Any role."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+
+from embodied import rpc
+
+AUTO = "{auto}"
+LOCAL_HOST, LOCAL_HOST_IPV6 = "localhost", "[::1]"
+ADDRESSES = ("actor_addr", "replay_addr", "logger_addr")
+
+# Seconds until a role says for whom it waits, and until it says so again.
+FIRST_NOTE, NEXT_NOTE = 5.0, 60.0
+
+logger = logging.getLogger("embodied.run")
+
+
+class RoleError(ValueError):
+    """A role cannot work with what it was given; the message says what to change."""
+
+
+def load_factory(factory: bytes | Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a factory that may have been sent as cloudpickle bytes."""
+    return cloudpickle.loads(factory) if isinstance(factory, bytes) else factory
+
+
+def resolve_addresses(args: Any) -> Any:
+    """Returns the arguments with free ports of this machine for `{auto}`."""
+    host = LOCAL_HOST_IPV6 if args.get("ipv6", False) else LOCAL_HOST
+    changes = {}
+    for key in ADDRESSES:
+        address = str(args[key])
+        if AUTO in address:
+            address = address.replace(AUTO, str(rpc.free_port()))
+        if host != LOCAL_HOST and address.startswith(f"{LOCAL_HOST}:"):
+            address = host + address.removeprefix(LOCAL_HOST)
+        changes[key] = address
+    return args.update(changes)
+
+
+def check_addresses(args: Any, *keys: str) -> None:
+    """Raises an error if a role that starts by itself does not know an address."""
+    unknown = [key for key in keys if AUTO in str(args[key])]
+    if unknown:
+        flags = " ".join(f"--run.{key} HOST:PORT" for key in unknown)
+        raise RoleError(
+            f"A role that starts by itself cannot choose ports for others: expected "
+            f"{' and '.join(f'run.{key}' for key in unknown)} as HOST:PORT, got "
+            f"{AUTO}. Pass {flags}, the same to every role."
+        )
+
+
+def make_server(kind: str, addr: str, name: str, args: Any, **kwargs: Any) -> Any:
+    """Makes the server of a role; `kind` is 'Server' or 'BatchServer'."""
+    make = getattr(rpc.transport(args.transport), kind)
+    return make(addr, name, **_security(args), **kwargs)
+
+
+def make_client(addr: str, name: str, args: Any, **kwargs: Any) -> Any:
+    """Makes a connection to a role."""
+    make = rpc.transport(args.transport).Client
+    return make(addr, name, **_security(args), **kwargs)
+
+
+def connect(client: Any, who: str, whom: str, stopped: Callable[[], bool]) -> bool:
+    """Waits for a role to be there, and says so if it takes long.
+
+    Args:
+      client: connection to it.
+      who: the role that waits.
+      whom: the role that it waits for.
+      stopped: whether to give up.
+
+    Returns:
+      Whether it is there; False if the wait was given up.
+
+    Raises:
+      AuthError: it refuses this role's key.
+    """
+    patience, begin = FIRST_NOTE, time.monotonic()
+    noted = begin + patience
+    while not stopped():
+        try:
+            client.connect(timeout=1.0)
+            return True
+        except TimeoutError:
+            if time.monotonic() >= noted:
+                logger.info("%s waits for the %s at %s.", who, whom, client.addr)
+                noted = time.monotonic() + NEXT_NOTE
+    return False
+
+
+class Results:
+    """Futures whose results nobody reads, but whose errors somebody must know.
+
+    Bounded by the number of calls that a client lets be open. Belongs to one thread.
+    """
+
+    def __init__(self, on_error: Callable[[Any, Exception], None]):
+        self._on_error = on_error
+        self._open: list[tuple[Any, Any]] = []
+
+    def add(self, future: Any, context: Any = None) -> None:
+        """Keeps a future until it is done; `context` is for the error."""
+        self._open.append((future, context))
+        self.check()
+
+    def check(self) -> None:
+        """Looks at those that are done."""
+        self._open, done = _split(self._open)
+        for future, context in done:
+            error = future.exception(0)
+            if error is not None:
+                self._on_error(context, error)
+
+    def wait(self, timeout: float) -> bool:
+        """Waits for all of them; False if some are not done in time."""
+        deadline = time.monotonic() + timeout
+        for future, _ in self._open:
+            future.wait(max(0.0, deadline - time.monotonic()))
+        self.check()
+        return not self._open
+
+
+class Stopwatch:
+    """Measures which share of the time a thread spends inside. Any one thread reads.
+
+    with watch:
+      wait()
+    share = watch.share()     # Since the last call.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._lock = threading.Lock()  # Guards what is below.
+        self._spent = 0.0
+        self._inside = 0
+        self._since = clock()
+        self._began = self._since
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._advance()
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._advance()
+            self._inside -= 1
+
+    def share(self) -> float:
+        """Returns the share since the last call; above 1 for several threads."""
+        with self._lock:
+            self._advance()
+            elapsed = self._since - self._began
+            share = self._spent / elapsed if elapsed > 0 else 0.0
+            self._spent, self._began = 0.0, self._since
+            return share
+
+    def _advance(self) -> None:
+        now = self._clock()
+        self._spent += self._inside * (now - self._since)
+        self._since = now
+
+
+def prefixed(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields metrics under a prefix."""
+    for name, value in metrics.items():
+        yield f"{prefix}/{name}", value
+
+
+def _security(args: Any) -> dict[str, Any]:
+    if args.transport == "portal":  # It has no keys.
+        return {"insecure": args.insecure}
+    return {"keys": rpc.Keys.load(args.keyfile) if args.keyfile else None}
+
+
+def _split(pairs: list[tuple[Any, Any]]) -> tuple[list, list]:
+    is_open = [pair for pair in pairs if not pair[0].done()]
+    return is_open, [pair for pair in pairs if pair[0].done()]
