@@ -14,6 +14,7 @@ from dreamerv3 import model
 from dreamerv3.config import read_blocks
 from dreamerv3.encoder import SIGNALS
 from dreamerv3.report import parameter_summary, report_step
+from dreamerv3.spaces import spaces_to_tree
 from dreamerv3.training import train_step
 from embodied.base import Array, Spaces, Tree
 from embodied.jax.agent import AgentOptions, JaxAgent
@@ -62,6 +63,10 @@ class Agent(JaxAgent):
         algorithm = make_algorithm(obs_space, act_space, config, backend)
         options = _options(config, compiler)
         super().__init__(algorithm, options)
+        self._spaces = {
+            "obs": spaces_to_tree(agent_observations(obs_space)),
+            "act": spaces_to_tree(agent_actions(act_space)),
+        }
         logger.info(
             "The agent computes in %s on %s. It has %s",
             backend.compute_dtype,
@@ -75,6 +80,10 @@ class Agent(JaxAgent):
         """Computes metrics and videos, unless `agent.report` is off."""
         return super().report(carry, batch) if self._report else (carry, {})
 
+    def save(self) -> Tree:
+        """Returns all state, and the spaces, which `dreamerv3.load` needs."""
+        return {**super().save(), "spaces": self._spaces}
+
 
 def make_algorithm(
     obs_space: Spaces, act_space: Spaces, config: Mapping[str, Any], backend: Backend
@@ -82,15 +91,14 @@ def make_algorithm(
     """Puts the agent's functions together."""
     settings = config["agent"]
     context = config["replay_context"]
-    observations = dict(model.named_spaces(obs_space, ()))
-    observations = {k: v for k, v in observations.items() if not k.startswith("log/")}
+    observations = agent_observations(obs_space)
     missing = [key for key in SIGNALS if key not in observations]
     if missing:
         raise ValueError(
             f"The agent expected observations {', '.join(SIGNALS)}, got "
             f"{', '.join(observations)}. Add {', '.join(missing)} to the environment."
         )
-    actions = dict(model.named_spaces(act_space, ("reset",)))
+    actions = agent_actions(act_space)
     init = functools.partial(
         model.init,
         obs_space=observations,
@@ -122,6 +130,17 @@ def make_algorithm(
         ),
         modes={"train": "train", "eval": "train" if same else "eval"},
     )
+
+
+def agent_observations(obs_space: Spaces) -> Spaces:
+    """Spaces of what reaches the agent, sorted by key."""
+    spaces = model.named_spaces(obs_space, ())
+    return {key: space for key, space in spaces if not key.startswith("log/")}
+
+
+def agent_actions(act_space: Spaces) -> Spaces:
+    """Spaces of what the agent decides on, sorted by key."""
+    return dict(model.named_spaces(act_space, ("reset",)))
 
 
 def _setup(config: Mapping[str, Any]) -> Backend:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -64,11 +65,19 @@ def _task(flat: Flat) -> Iterator[str]:
             f"task: expected {suite}_NAME, got {task!r}. "
             f"The suite has: {registry.SUITES[suite].doc}"
         )
-    if script == "eval_only" and not flat["run.from_checkpoint"]:
+    if script in ("eval_only", "import_checkpoint") and not _has_source(flat):
+        hint = " Or set --logdir to that of a run." if script == "eval_only" else ""
         yield (
             "run.from_checkpoint: expected the folder of a checkpoint for "
-            "--script eval_only, got ''."
+            f"--script {script}, got ''.{hint}"
         )
+
+
+def _has_source(flat: Flat) -> bool:
+    """Whether there is a checkpoint to read; an evaluation looks into its logdir."""
+    own = pathlib.Path(flat["logdir"], "ckpt").expanduser()
+    here = flat["script"] == "eval_only" and own.is_dir()
+    return here or bool(flat["run.from_checkpoint"])
 
 
 def _hosts(flat: Flat) -> Iterator[str]:
@@ -207,11 +216,14 @@ def _images(flat: Flat) -> Iterator[str]:
     key = f"env.{flat['task'].partition('_')[0]}.size"
     if flat["random_agent"] or key not in flat:
         return
-    stages = max(len(flat[f"agent.{part}.simple.mults"]) for part in ("enc", "dec"))
-    factor = 2**stages
-    low, high = SMALLEST_MAP * factor, LARGEST_MAP * factor
-    if any(side % factor or not low <= side <= high for side in flat[key]):
-        yield (
-            f"{key}: expected multiples of {factor} from {low} to {high}, since the "
-            f"networks halve images {stages} times, got {list(flat[key])}."
-        )
+    parts = [f"agent.{part}.simple" for part in ("enc", "dec")]
+    # A stage at full resolution, which `outer` adds, does not halve the image.
+    stages = {len(flat[f"{part}.mults"]) - flat[f"{part}.outer"] for part in parts}
+    for count in sorted(stages):
+        factor = 2**count
+        low, high = SMALLEST_MAP * factor, LARGEST_MAP * factor
+        if any(side % factor or not low <= side <= high for side in flat[key]):
+            yield (
+                f"{key}: expected multiples of {factor} from {low} to {high}, since "
+                f"the networks halve images {count} times, got {list(flat[key])}."
+            )

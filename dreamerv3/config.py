@@ -38,6 +38,12 @@ ARGS = (
     "replay_context",
 )
 
+# What an evaluation does not take from the configuration of the run it evaluates.
+NOT_EVALUATED = (
+    *("script", "logdir", "replica", "replicas", "run.steps", "run.duration"),
+    *("run.from_checkpoint", "run.from_checkpoint_regex"),
+)
+
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message says what to change.
@@ -82,11 +88,18 @@ def load_config(
 
 
 def merge(argv: Sequence[str]) -> flags.Values:
-    """Applies blocks and then flags to the defaults, without checking combinations."""
+    """Applies blocks and then flags to the defaults, without checking combinations.
+
+    With `--script eval_only`, the configuration of the run that is evaluated comes
+    between the defaults and the blocks.
+    """
     blocks = read_blocks()
     values = flags.Values(flags.flatten(blocks.pop("defaults")))
     arguments, strays = flags.split_arguments(argv)
     values.problems += strays
+    run = _evaluated_run(arguments)
+    if run is not None:
+        _apply_run(values, run, without=NOT_EVALUATED)
     for name in [
         name for flag, names in arguments if flag == "configs" for name in names
     ]:
@@ -178,6 +191,46 @@ def read_config(filename: str | os.PathLike[str]) -> elements.Config:
             f"logdir: {filename} is not a configuration of this program ({reason}). "
             f"Restore or delete it, or choose another --logdir."
         ) from error
+
+
+def run_config(logdir: str | os.PathLike[str]) -> elements.Config:
+    """Returns the configuration of a run, with defaults for keys that it lacks.
+
+    Raises:
+      ConfigError: there is none, or it cannot be used.
+    """
+    path = pathlib.Path(logdir, FILENAME)
+    if not path.is_file():
+        raise ConfigError(
+            f"logdir: expected the logdir of a run, got {logdir}, which has no "
+            f"{FILENAME}."
+        )
+    values = flags.Values(flags.flatten(read_blocks()["defaults"]))
+    _apply_run(values, path)
+    if values.problems:
+        raise ConfigError(*(f"{path}: {problem}" for problem in values.problems))
+    return elements.Config(values.flat)
+
+
+def _apply_run(
+    values: flags.Values, path: pathlib.Path, without: Sequence[str] = ()
+) -> None:
+    """Sets the keys of a `config.yaml`, as far as this version still has them."""
+    for key, value in flags.flatten(dict(read_config(path))).items():
+        if key in values.flat and key not in without:
+            values.set(key, value if isinstance(value, tuple) else [value])
+
+
+def _evaluated_run(arguments: Sequence[tuple[str, list[str]]]) -> pathlib.Path | None:
+    """Returns the `config.yaml` of the run that is to be evaluated, if any is."""
+    given = {name: values[0] for name, values in arguments if len(values) == 1}
+    source = given.get("run.from_checkpoint") or given.get("logdir")
+    if given.get("script") != "eval_only" or not source:
+        return None
+    folder = pathlib.Path(source).expanduser()
+    for name in ("agent", "ckpt"):  # Checkpoints may be named by these folders, too.
+        folder = folder.parent if folder.name == name else folder
+    return folder / FILENAME if (folder / FILENAME).is_file() else None
 
 
 def _to_yaml(config: elements.Config) -> bytes:

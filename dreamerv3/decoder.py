@@ -23,6 +23,7 @@ from embodied.jax.nets import (
     symlog,
 )
 from embodied.jax.outs import Categorical, squared_error
+from embodied.jax.resampling import doubled_conv
 
 
 class Decoder(eqx.Module):
@@ -115,9 +116,11 @@ class Decoder(eqx.Module):
         x = parts["sp2"](x).reshape(spread.shape)
         x = activate(parts["spnorm"], f32(spread) + f32(x), self.act, self.dtype)
         for index in reversed(range(self.stages - 1)):
-            x = parts[f"conv{index}"](x if self.strided else double(x))
+            conv = parts[f"conv{index}"]
+            x = conv(x) if self.strided else doubled_conv(conv, x)
             x = activate(parts[f"conv{index}norm"], x, self.act, self.dtype)
-        x = parts["imgout"](x if self.strided or self.outer else double(x))
+        conv = parts["imgout"]
+        x = conv(x) if self.strided or self.outer else doubled_conv(conv, x)
         x = jax.nn.sigmoid(f32(x))
         outputs, start = {}, 0
         for key, space in self.images:
@@ -181,15 +184,6 @@ def make_decoder(
         config["strided"],
         dtype,
     )
-
-
-def double(x: Array) -> Array:
-    """Doubles maps [..., H, W, C] by repeating pixels."""
-    *lead, height, width, channels = x.shape
-    x = jnp.broadcast_to(
-        x[..., :, None, :, None, :], (*lead, height, 2, width, 2, channels)
-    )
-    return x.reshape((*lead, 2 * height, 2 * width, channels))
 
 
 def _image_parts(

@@ -5,9 +5,10 @@ Everything heavy is imported where it is used, so that help and errors come at o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import elements
@@ -15,7 +16,7 @@ import numpy as np
 
 from dreamerv3.config import ConfigError
 from embodied import logger as loggers
-from embodied.base import Agent, Env, Stream
+from embodied.base import Agent, Env, Spaces, Stream
 from embodied.envs import registry
 
 if TYPE_CHECKING:
@@ -40,14 +41,35 @@ def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
 
 
 def make_agent(config: elements.Config) -> Agent:
-    """Makes the agent for the spaces of the task."""
-    if not config.random_agent:
-        raise ConfigError(
-            "random_agent: expected True, got False. This version has no agent that "
-            "learns; add --random_agent True."
-        )
-    from embodied.random_agent import RandomAgent
+    """Makes the agent for the spaces of the task.
 
+    Raises:
+      ConfigError: the agent cannot work with these spaces, settings or devices.
+    """
+    obs_space, act_space = make_spaces(config)
+    if config.random_agent:
+        from embodied.random_agent import RandomAgent
+
+        return RandomAgent(obs_space, act_space, config, seed=config.seed)
+    from dreamerv3.agent import Agent as Dreamer
+
+    with _refusals():
+        return Dreamer(obs_space, act_space, config)
+
+
+def make_acting_agent(config: elements.Config) -> Agent:
+    """Makes an agent that acts like that of `make_agent`, but cannot be trained."""
+    if config.random_agent:
+        return make_agent(config)
+    from dreamerv3.acting import ActingAgent
+
+    spaces = make_spaces(config)
+    with _refusals():
+        return ActingAgent(*spaces, config, seed=config.seed)
+
+
+def make_spaces(config: elements.Config) -> tuple[Spaces, Spaces]:
+    """Returns the spaces of observations and actions that an agent of the task has."""
     env = make_env(config, 0)
     try:
         obs_space = {
@@ -58,7 +80,7 @@ def make_agent(config: elements.Config) -> Agent:
         act_space = {key: env.act_space[key] for key in env.act_space if key != "reset"}
     finally:
         env.close()
-    return RandomAgent(obs_space, act_space, config, seed=config.seed)
+    return obs_space, act_space
 
 
 def make_replay(config: elements.Config, folder: str, mode: str = "train") -> Replay:
@@ -166,6 +188,18 @@ def make_logger(config: elements.Config) -> loggers.Logger:
     }
     outputs = [make() for name in settings.outputs for make in makers[name]]
     return loggers.Logger(elements.Counter(), outputs, multiplier=repeat)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Makes what an agent refuses to work with a mistake of the configuration."""
+    from embodied.jax.setup import SetupError
+
+    try:
+        yield
+    except (SetupError, ValueError) as error:
+        # On one line, although what JAX says of devices may take several.
+        raise ConfigError(" ".join(str(error).split())) from error
 
 
 def _make_selector(config: elements.Config, capacity: int) -> Selector:

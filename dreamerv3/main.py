@@ -15,6 +15,7 @@ from importlib import metadata
 
 import elements
 
+from dreamerv3 import parallel
 from dreamerv3.config import (
     FILENAME,
     ConfigError,
@@ -23,6 +24,7 @@ from dreamerv3.config import (
     prepare_logdir,
 )
 from dreamerv3.factories import (
+    make_acting_agent,
     make_agent,
     make_env,
     make_logger,
@@ -44,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: see `dreamerv3 --help`; by default the arguments of the process.
 
     Returns:
-      The exit code: 2 if the configuration cannot be used, 1 if checkpoints cannot,
-      130 after a second Ctrl-C, else 0.
+      The exit code: 2 if the configuration cannot be used, 1 if checkpoints cannot or
+      a role has failed, 130 after a second Ctrl-C, else 0.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if "--help" in argv or "-h" in argv:
@@ -82,7 +84,7 @@ def _run(script: Callable[[elements.Config], None], config: elements.Config) -> 
     try:
         with show_messages():
             script(config)
-    except CheckpointError as error:
+    except (CheckpointError, parallel.RunError) as error:
         return _fail([str(error)], code=1)
     return 0
 
@@ -143,7 +145,10 @@ def run_eval_only(config: elements.Config) -> None:
     """Evaluates the agent of a checkpoint, and prints its score."""
     import embodied.run
 
-    agent = _begin(config, "Evaluating in", "stops")
+    source = config.run.from_checkpoint or config.logdir
+    envs = min(config.run.envs, config.run.eval_eps)
+    config = config.update({"run.from_checkpoint": source, "run.envs": envs})
+    agent = _begin(config, "Evaluating in", "stops", make_acting_agent)
     embodied.run.eval_only(
         lambda: agent,
         functools.partial(make_env, config),
@@ -152,15 +157,29 @@ def run_eval_only(config: elements.Config) -> None:
     )
 
 
+def run_import_checkpoint(config: elements.Config) -> None:
+    """Converts a checkpoint of the reference implementation, and prints what it had."""
+    from dreamerv3.importing import import_checkpoint
+
+    print(import_checkpoint(config))
+
+
 SCRIPTS: dict[str, Callable[[elements.Config], None]] = {
     "train": run_train,
     "train_eval": run_train_eval,
     "eval_only": run_eval_only,
+    "import_checkpoint": run_import_checkpoint,
     "rollout": run_rollout,
+    **parallel.SCRIPTS,
 }
 
 
-def _begin(config: elements.Config, doing: str, interrupt: str) -> Agent:
+def _begin(
+    config: elements.Config,
+    doing: str,
+    interrupt: str,
+    make: Callable[[elements.Config], Agent] = make_agent,
+) -> Agent:
     """Makes the agent, prepares the logdir and says what is being done."""
     if config.replicas > 1:
         raise ConfigError(
@@ -168,7 +187,7 @@ def _begin(config: elements.Config, doing: str, interrupt: str) -> Agent:
             f"host, got {config.replicas}. For several, use --script parallel."
         )
     # The agent first: a task that cannot be made should not claim the logdir.
-    agent = make_agent(config)
+    agent = make(config)
     # An evaluation within the logdir of a run leaves the configuration of the run.
     found = pathlib.Path(config.logdir, FILENAME).exists()
     if not (found and config.script == "eval_only"):

@@ -61,4 +61,6 @@ def summary(config: elements.Config, result: RolloutResult | TrainResult) -> str
         lines.append("  scope           metrics and videos for Scope")
     if updates is not None:
         lines.append("  ckpt, replay    the checkpoint: the same command continues")
+        play = f"--script eval_only --logdir {logdir}"
+        lines.append(f"  ckpt            the policy, which {play} plays")
     return "\n".join(lines)

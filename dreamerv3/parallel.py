@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import elements
@@ -16,6 +18,47 @@ from dreamerv3.factories import (
     make_replay,
     make_stream,
 )
+from embodied.checkpoint import CheckpointError
+from embodied.envs import registry
+
+# What the command line shows as it is.
+SHOWN = (
+    ConfigError,
+    CheckpointError,
+    registry.MissingExtra,
+    registry.UnknownTask,
+)
+
+
+class RunError(RuntimeError):
+    """A run has failed; the message says which role, and where."""
+
+
+@contextlib.contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Makes the errors of roles such that they can be shown as they are.
+
+    Raises:
+      ConfigError: the arguments of a role do not fit together.
+      RunError: a role has failed, everything stands still, or a key was refused.
+    """
+    from embodied.rpc import AuthError, RunFailed, RunStalled
+    from embodied.run.parallel.wiring import RoleError
+
+    try:
+        yield
+    except RoleError as error:
+        raise ConfigError(str(error)) from error
+    except RunFailed as error:
+        cause = error.__cause__  # Known if the agent is a thread of this process.
+        if isinstance(cause, SHOWN):
+            raise cause from error
+        text = f"Worker {error.name!r} {error.reason}"
+        if error.traceback:
+            text += f"\n\n{textwrap.indent(error.traceback.rstrip(), '  ')}"
+        raise RunError(text) from error
+    except (RunStalled, AuthError) as error:
+        raise RunError(str(error)) from error
 
 
 def run_parallel(config: elements.Config) -> None:
@@ -91,11 +134,25 @@ def run_envs(config: elements.Config) -> None:
     parallel.parallel_envs(make, make, make_args(config))
 
 
+def _with_clear_errors(
+    script: Callable[[elements.Config], None],
+) -> Callable[[elements.Config], None]:
+    @functools.wraps(script)
+    def run(config: elements.Config) -> None:
+        with _clear_errors():
+            script(config)
+
+    return run
+
+
 SCRIPTS: dict[str, Callable[[elements.Config], None]] = {
-    "parallel": run_parallel,
-    "parallel_agent": run_agent,
-    "parallel_replay": run_replay,
-    "parallel_logger": run_logger,
-    "parallel_env": run_env,
-    "parallel_envs": run_envs,
+    name: _with_clear_errors(script)
+    for name, script in {
+        "parallel": run_parallel,
+        "parallel_agent": run_agent,
+        "parallel_replay": run_replay,
+        "parallel_logger": run_logger,
+        "parallel_env": run_env,
+        "parallel_envs": run_envs,
+    }.items()
 }

@@ -12,15 +12,9 @@ import numpy as np
 from gymnasium import spaces
 
 from embodied.base import Array, Env, Spaces
+from embodied.envs.keys import UnsupportedSpace, check_keys
 from embodied.envs.registry import MissingExtra, UnknownTask
 from embodied.space import Space
-
-# Keys of a transition that are not observations or actions.
-RESERVED = (
-    *("reward", "is_first", "is_last", "is_terminal", "reset"),
-    *("consec", "stepid", "seed", "envid", "is_eval"),
-)
-RESERVED_PREFIXES = ("log/", "dyn/")
 
 # Packages that register ids when they are imported: prefix, package, extra.
 _PROVIDERS = (
@@ -28,10 +22,6 @@ _PROVIDERS = (
     ("MiniGrid-", "minigrid", "minigrid"),
     ("BabyAI-", "minigrid", "minigrid"),
 )
-
-
-class UnsupportedSpace(TypeError):
-    """A Gymnasium space does not fit arrays of fixed shape under keys of their own."""
 
 
 class FromGym(Env):
@@ -81,7 +71,13 @@ class FromGym(Env):
             obs_key = "image" if _is_image(env.observation_space) else "obs"
         self._obs_leaves = _leaves(env.observation_space, obs_key, acts=False)
         self._act_leaves = _leaves(env.action_space, act_key, acts=True)
-        _check_keys(self.name, self._obs_leaves, self._act_leaves)
+        check_keys(
+            self.name,
+            [leaf.key for leaf in self._obs_leaves],
+            [leaf.key for leaf in self._act_leaves],
+            "Choose another obs_key or act_key, or rename it with a "
+            "gymnasium.ObservationWrapper or ActionWrapper.",
+        )
 
     @property
     def name(self) -> str:
@@ -297,24 +293,6 @@ def _is_image(space: gymnasium.Space) -> bool:
         and space.dtype == np.uint8
         and len(space.shape) == 3
     )
-
-
-def _check_keys(name: str, obs_leaves: list[_Leaf], act_leaves: list[_Leaf]) -> None:
-    taken: set[str] = set()
-    for kind, leaves in (("observation", obs_leaves), ("action", act_leaves)):
-        for leaf in leaves:
-            if leaf.key in RESERVED or leaf.key.startswith(RESERVED_PREFIXES):
-                problem = "is reserved"
-            elif leaf.key in taken:
-                problem = "is there twice"
-            else:
-                taken.add(leaf.key)
-                continue
-            raise UnsupportedSpace(
-                f"Expected {kind} keys of env {name} that are free and unique, got "
-                f"{leaf.key!r}, which {problem}. Choose another obs_key or act_key, or "
-                "rename it with a gymnasium.ObservationWrapper or ActionWrapper."
-            )
 
 
 def _make(task: str, kwargs: dict[str, Any]) -> gymnasium.Env:

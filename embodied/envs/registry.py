@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib
+import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType, ModuleType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from embodied.base import Env
+from embodied.envs.suites import SUITES, Suite
 
 PACKAGE = "dreamerv3-parallel"
+PACKAGE_MODULE = __name__.split(".")[0]
 
 
 class UnknownTask(ValueError):
@@ -36,60 +37,24 @@ class MissingExtra(ImportError):
     """A package that a task needs is not installed."""
 
     @classmethod
-    def named(cls, task: str, package: str | None, extra: str) -> MissingExtra:
-        """Makes the error of `task`, whose `package` comes with `extra`."""
+    def named(
+        cls, task: str, package: str | None, extra: str, install: str = ""
+    ) -> MissingExtra:
+        """Makes the error of `task`, whose `package` comes with `extra`.
+
+        Args:
+          task: its name.
+          package: what is missing.
+          extra: the extra of this package that has it.
+          install: what to do where no extra can, as a sentence.
+        """
         requirement = f"{PACKAGE}[{extra}]" if extra else PACKAGE
         return cls(
             f"Task {task!r} needs the package {package!r}, which is not installed. "
-            f"Run: pip install '{requirement}'",
+            + (install or f"Run: pip install '{requirement}'"),
             name=package,
         )
 
-
-@dataclasses.dataclass(frozen=True)
-class Suite:
-    """Where the environments of one suite come from.
-
-    Attributes:
-      name: what stands before the first underscore of a task.
-      module: module that is imported when a task of the suite is made.
-      factory: its attribute that is called with the rest of the task's name, `seed`,
-        and the suite's options, and returns an Env.
-      extra: the extra of this package to install; empty if none is needed.
-      doc: one line for listings.
-    """
-
-    name: str
-    module: str
-    factory: str
-    extra: str
-    doc: str
-
-
-_SUITES = (
-    Suite(
-        "dummy",
-        "embodied.envs.dummy",
-        "Dummy",
-        extra="",
-        doc="Cheap made-up observations of every kind: disc, cont, both.",
-    ),
-    Suite(
-        "grid",
-        "embodied.envs.grid",
-        "Grid",
-        extra="",
-        doc="A small maze on images, learnable on a CPU in minutes: reach.",
-    ),
-    Suite(
-        "gym",
-        "embodied.envs.from_gym",
-        "FromGym",
-        extra="",
-        doc="Any id that is registered with Gymnasium, such as gym_CartPole-v1.",
-    ),
-)
-SUITES: Mapping[str, Suite] = MappingProxyType({suite.name: suite for suite in _SUITES})
 
 # Gymnasium's ids may hold a colon too, but end in a version: gym_module:Name-v0.
 _OWN_TASK = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
@@ -100,9 +65,9 @@ def make(task: str, *, index: int = 0, seed: int = 0, **kwargs: Any) -> Env:
 
     Args:
       task: `SUITE_NAME`, such as `dummy_disc`, `grid_reach`, `gym_CartPole-v1` or
-        `gym_ALE/Pong-v5`; or your own environment as `package.module:Name`, where
-        the name is a class or function that returns an Env or a Gymnasium env. It
-        is called with the options and, if it has a parameter of that name, `seed`.
+        `atari_pong`; or your own environment as `package.module:Name`, where the name
+        is a class or function that returns an Env, a Gymnasium or a dm_env one. It is
+        called with the options and, if it has a parameter of that name, `seed`.
       index: number of this environment within the run.
       seed: seed of the run. Runs of the same seed and actions see the same episodes,
         environments of different index see different ones.
@@ -110,7 +75,7 @@ def make(task: str, *, index: int = 0, seed: int = 0, **kwargs: Any) -> Env:
     """
     derived = env_seed(seed, index)
     own = _OWN_TASK.fullmatch(task)
-    if own:
+    if own and not _is_dm_task(own[1]):
         return _make_own(task, own[1], own[2], derived, kwargs)
     name, underscore, rest = task.partition("_")
     if name not in SUITES:
@@ -122,9 +87,7 @@ def make(task: str, *, index: int = 0, seed: int = 0, **kwargs: Any) -> Env:
             f"Expected a task of the form {name}_NAME, got {task!r}. "
             f"The suite {name!r} has: {SUITES[name].doc}"
         )
-    suite = SUITES[name]
-    module = _import(task, suite.module, suite.extra)
-    return getattr(module, suite.factory)(rest, seed=derived, **kwargs)
+    return _make_of_suite(task, SUITES[name], rest, derived, kwargs)
 
 
 def env_seed(seed: int, index: int) -> int:
@@ -139,18 +102,8 @@ def env_seed(seed: int, index: int) -> int:
     return int(sequence.generate_state(1)[0] >> 1)
 
 
-def _import(task: str, module: str, extra: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and error.name.split(".")[0] == module.split(".")[0]:
-            raise
-        raise MissingExtra.named(task, error.name, extra) from error
-
-
-def _make_own(
-    task: str, module_name: str, name: str, seed: int, kwargs: dict[str, Any]
-) -> Env:
+def find_factory(task: str, module_name: str, name: str) -> Callable[..., Any]:
+    """Returns the class or function `name` of a module, on behalf of a task."""
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -172,6 +125,30 @@ def _make_own(
                 if callable(value) and not key.startswith("_")
             ],
         )
+    return factory
+
+
+def _make_of_suite(
+    task: str, suite: Suite, name: str, seed: int, kwargs: dict[str, Any]
+) -> Env:
+    try:
+        factory = getattr(importlib.import_module(suite.module), suite.factory)
+        return factory(name, seed=seed, **kwargs)
+    except ModuleNotFoundError as error:
+        # Missing parts of this package, or of the user's, are another matter.
+        package = (error.name or "").split(".")[0]
+        foreign = bool(package) and package != PACKAGE_MODULE
+        if not foreign or not (suite.extra or suite.install):
+            raise
+        raise MissingExtra.named(
+            task, error.name, suite.extra, suite.install
+        ) from error
+
+
+def _make_own(
+    task: str, module_name: str, name: str, seed: int, kwargs: dict[str, Any]
+) -> Env:
+    factory = find_factory(task, module_name, name)
     if _takes(factory, "seed"):
         kwargs = {**kwargs, "seed": seed}
     env = factory(**kwargs)
@@ -180,10 +157,21 @@ def _make_own(
     from_gym = importlib.import_module("embodied.envs.from_gym")
     if from_gym.is_gym_env(env):
         return from_gym.FromGym(env, seed=seed)
+    from_dm = importlib.import_module("embodied.envs.from_dm")
+    if from_dm.is_dm_env(env):
+        return from_dm.FromDM(env)
     raise TypeError(
-        f"Expected {task} to return an embodied.Env (obs_space, act_space, step) or a "
-        f"gymnasium.Env, got {type(env).__name__}. Return one of these."
+        f"Expected {task} to return an embodied.Env (obs_space, act_space, step), a "
+        f"gymnasium.Env or a dm_env.Environment, got {type(env).__name__}. Return one "
+        "of these."
     )
+
+
+def _is_dm_task(module_name: str) -> bool:
+    """Whether a name before a colon is `dm_` and a module, not a module `dm_...`."""
+    if not module_name.startswith("dm_"):
+        return False
+    return importlib.util.find_spec(module_name.partition(".")[0]) is None
 
 
 def _takes(function: Callable[..., Any], parameter: str) -> bool:

@@ -273,16 +273,18 @@ class Actor:
 
 
 def batch_sizes(slots: int, batch: int, parts: int = 1) -> list[int]:
-    """Sizes of batches to compile: powers of two, the usual one, and all slots.
+    """Sizes of batches to compile: the usual one, and all slots.
+
+    Only two, since compiling another one holds all environments up for longer than
+    rows that are padding ever will.
 
     Args:
       slots: most rows of a batch.
       batch: usual rows of a batch.
       parts: what every size is a multiple of.
     """
-    powers = [2**index for index in range(slots.bit_length()) if 2**index < slots]
     usual = [batch] if 0 < batch < slots else []
-    return sorted({-(-size // parts) * parts for size in [*powers, *usual, slots]})
+    return sorted({-(-size // parts) * parts for size in [*usual, slots]})
 
 
 def _padded(x: np.ndarray, size: int, value: Any) -> np.ndarray:

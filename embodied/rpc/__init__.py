@@ -25,6 +25,7 @@ _WHERE = {
     "Server": "server",
     "Supervisor": "supervisor",
     "Thread": "workers",
+    "Unanswered": "server",
     "WireError": "wire",
     "WorkerError": "workers",
     "free_port": "sockets",

@@ -14,8 +14,8 @@ from typing import Any
 
 # Doubles in a progress page. One thread writes, anybody reads: aligned eight bytes are
 # written at once.
-_SEEN, _STEPPED = 0, 1
-_PAGE_BYTES = 16
+_SEEN, _STEPPED, _WAITING = 0, 1, 2
+_PAGE_BYTES = 24
 
 
 class Progress:
@@ -32,7 +32,7 @@ class Progress:
 
     Reports are plain writes of the system-wide monotonic clock into shared memory,
     without system calls. The worker's main loop makes them, never a thread that only
-    pretends. `step` may be called by several threads, `waiting` by one.
+    pretends. `step` may be called by several threads, the others by one.
 
     Attributes:
       fd: descriptor of the shared memory; a `Process` must be given it.
@@ -44,13 +44,18 @@ class Progress:
 
     @property
     def seen(self) -> float:
-        """Time of the last report; 0 if the worker made none, inf while it waits."""
+        """Time of the last report; 0 if there is none, inf in a wait of any length."""
         return self._times[_SEEN]
 
     @property
     def stepped(self) -> float:
         """Time of the last step, of this worker or those before it; 0 if none."""
         return self._times[_STEPPED]
+
+    @property
+    def waits(self) -> bool:
+        """Whether the worker says that it waits for somebody else."""
+        return bool(self._times[_WAITING])
 
     def step(self) -> None:
         """Says that something was done."""
@@ -59,16 +64,28 @@ class Progress:
         self._times[_STEPPED] = now
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Says for the block's duration that the worker waits for somebody else."""
-        self._times[_SEEN] = math.inf
+    def waiting(self, watched: bool = False) -> Iterator[None]:
+        """Says for the block's duration that the worker waits for somebody else.
+
+        Args:
+          watched: whether the worker calls `alive` from time to time in the block. One
+            that was stopped, or hangs there, is noticed then.
+        """
+        self._times[_SEEN] = time.monotonic() if watched else math.inf
+        self._times[_WAITING] = 1.0
         try:
             yield
         finally:
+            self._times[_WAITING] = 0.0
             self._times[_SEEN] = time.monotonic()
+
+    def alive(self) -> None:
+        """Says that the worker would go on if what it waits for came."""
+        self._times[_SEEN] = time.monotonic()
 
     def reset(self) -> None:
         """Forgets the reports of a worker that is over; the last step stays known."""
+        self._times[_WAITING] = 0.0
         self._times[_SEEN] = 0.0
 
     def _open(self, fd: int) -> None:

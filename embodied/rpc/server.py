@@ -33,6 +33,13 @@ HEARTBEAT = 2.0  # Seconds between signs of life of a client.
 CLIENT_TIMEOUT = 8.0  # Seconds of silence after which a client counts as gone.
 
 
+class Unanswered(Exception):
+    """Raised by a bound function that ends before it can answer.
+
+    The caller hears nothing, and sends the call again to the server that comes next.
+    """
+
+
 class Server:
     """Answers calls of clients.
 
@@ -409,6 +416,9 @@ class Server:
                     job.seq, spec, values, arrays, job.reply_memory, made
                 )
                 after = method.postfn
+            except Unanswered:
+                self._drop(job)
+                return
             except Exception as error:
                 # Whatever a bound function raises belongs to its caller.
                 frame = self._outbox.exception(job.seq, method.name, error)

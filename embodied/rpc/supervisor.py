@@ -19,6 +19,8 @@ from embodied.rpc.process import Process
 from embodied.rpc.progress import Progress
 from embodied.rpc.thread import Worker, WorkerError, error_from
 
+INTERRUPTED_GRACE = 1.0  # Seconds; who interrupts does not want to wait.
+
 
 @dataclass(eq=False)
 class _Slot:
@@ -86,6 +88,7 @@ class Supervisor:
         self._began = 0.0
         self._started = False
         self._stopping = False
+        self._left: set[Worker] = set()  # Threads that were waited for in vain.
         self._overslept = (0.0, 0.0)  # When it wanted to wake up last, and when it did.
 
     def add(
@@ -170,6 +173,9 @@ class Supervisor:
                 self._kill_hung()
                 self._check_stall()
                 self._wait(deadline)
+        except KeyboardInterrupt:
+            self.stop(min(self._grace, INTERRUPTED_GRACE))
+            raise
         finally:
             self.stop()
 
@@ -177,9 +183,9 @@ class Supervisor:
         """Stops all workers, the last added first, and everything that `run` does.
 
         Processes get SIGTERM and, what is left after `grace` seconds for all of them,
-        SIGKILL. Threads are waited for until then and left behind as daemons. May be
-        called by any thread, more than once. What fails now is seen in `status` only:
-        a worker may well fail because another one has ended before it.
+        SIGKILL. Threads are waited for until then, once, and left behind as daemons.
+        May be called by any thread, more than once. What fails now is seen in
+        `status` only: a worker may well fail because another has ended before it.
 
         Args:
           grace: default: that of the supervisor.
@@ -194,9 +200,10 @@ class Supervisor:
         deadline = time.monotonic() + grace
         processes.stop(workers, grace)
         for worker in workers:
-            if worker.started:
+            if worker.started and worker not in self._left:
                 worker.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
+            self._left.update(worker for worker in workers if worker.running)
             for slot in self._slots:
                 slot.ended = slot.worker is None or not slot.worker.running
                 slot.error = (slot.worker and slot.worker.error) or slot.error
@@ -397,7 +404,7 @@ def _status(slot: _Slot) -> Status:
         name=slot.name,
         role=slot.role,
         state=state,
-        waiting=running and seen == math.inf,
+        waiting=running and slot.progress is not None and slot.progress.waits,
         pid=slot.worker.pid if running and isinstance(slot.worker, Process) else None,
         restarts=max(0, slot.starts - 1),
         error=slot.error,

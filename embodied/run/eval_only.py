@@ -1,26 +1,39 @@
-"""Evaluates an agent from a checkpoint, in one process."""
+"""Evaluates an agent from a checkpoint, in one process.
+
+Files that it writes, below the logdir, for an agent of step 1000:
+
+    eval/1000.json          scores, their mean and its confidence interval
+    eval/1000-image.gif     an episode, by key of the image
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
+import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from embodied.base import Agent
-from embodied.checkpoint import CheckpointError
+from embodied.base import Agent, Array
+from embodied.checkpoint import CheckpointError, write_file
 from embodied.clock import LocalClock
 from embodied.episodes import Episodes
+from embodied.logger.video import encode_gif
 from embodied.run.collecting import MakeEnv, make_driver
 from embodied.run.evaluation import Evaluator
-from embodied.run.metrics import Meter, Usage
+from embodied.run.metrics import Meter
 from embodied.run.progress import Limit
 from embodied.run.saving import load_agent
 from embodied.run.signals import stop_on_signals
+from embodied.run.usage import Usage
 
-CONFIDENCE = statistics.NormalDist().inv_cdf(0.975)  # In standard errors, for 95%.
+FOLDER = "eval"  # In the logdir.
+CONFIDENCE = 0.95
+VIDEO_FPS = 15
+VIDEO = "eval_epstats/policy_"  # Names of videos among the metrics begin with it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,23 +61,32 @@ class Evaluation:
     def margin(self) -> float | None:
         """Half the width of the 95% confidence interval of the mean score.
 
-        From the normal approximation; None for fewer than two episodes.
+        From Student's t distribution; None for fewer than two episodes.
         """
-        if len(self.scores) < 2:
+        count = len(self.scores)
+        if count < 2:
             return None
-        error = statistics.stdev(self.scores) / math.sqrt(len(self.scores))
-        return CONFIDENCE * error
+        error = statistics.stdev(self.scores) / math.sqrt(count)
+        return student_quantile((1 + CONFIDENCE) / 2, count - 1) * error
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95% confidence interval of the mean score, as low and high."""
+        mean, margin = self.mean_score, self.margin
+        if mean is None or margin is None:
+            return None
+        return mean - margin, mean + margin
 
     def __str__(self) -> str:
-        count, mean, margin = len(self.scores), self.mean_score, self.margin
+        count, mean, interval = len(self.scores), self.mean_score, self.interval
         if mean is None:
             return f"No episode was finished (of {self.wanted})."
         episodes = f"{count} episode{'s' if count > 1 else ''}"
         if count < self.wanted:
             episodes += f" (of {self.wanted}, so that short ones count too much)"
         text = f"{episodes} of the agent of step {self.step}: mean score {mean:.4g}"
-        if margin is not None:
-            low, high = mean - margin, mean + margin
+        if interval is not None:
+            low, high = interval
             text += f" (95% confidence interval {low:.4g} to {high:.4g})"
         return f"{text}, mean length {statistics.fmean(self.lengths):.4g}."
 
@@ -77,12 +99,15 @@ def eval_only(
 ) -> Evaluation:
     """Plays episodes with the agent of `args.from_checkpoint`, and prints the score.
 
-    `args.eval_eps` episodes are played in `args.envs` environments, but at least one in
-    each. `args.steps`, `args.duration`, Ctrl-C and SIGTERM end it before that. Metrics
-    are logged at the step at which the agent was saved; nothing is saved.
+    `args.eval_eps` episodes are played in at most `args.envs` environments.
+    `args.steps`, `args.duration`, Ctrl-C and SIGTERM end it before that. Metrics are
+    logged at the step at which the agent was saved. Scores are written to a JSON file
+    in `args.logdir`, with a video of the last episode of the first environment beside
+    it if there are images.
 
     Args:
-      make_agent: makes the agent.
+      make_agent: makes the agent, of which only `load`, `init_policy` and `policy`
+        are used.
       make_env: makes the environment of an id.
       make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
       args: the `run` block of the configuration and what belongs to it.
@@ -91,7 +116,8 @@ def eval_only(
       What was found.
 
     Raises:
-      CheckpointError: `from_checkpoint` is not given, or there is no checkpoint.
+      CheckpointError: `from_checkpoint` is not given, or there is no checkpoint, or
+        the results cannot be written.
     """
     if not args.from_checkpoint:
         raise CheckpointError(
@@ -103,8 +129,9 @@ def eval_only(
         step = load_agent(agent, args.from_checkpoint, args.from_checkpoint_regex)
         logger = stack.enter_context(contextlib.closing(make_logger()))
         logger.step.load(step)
-        driver = make_driver(make_env, 0, args.envs, args)
-        episodes, amount = Episodes(timeout=0), max(args.eval_eps, args.envs)
+        amount = args.eval_eps
+        driver = make_driver(make_env, 0, min(args.envs, amount), args)
+        episodes, videos = Episodes(timeout=0), dict[str, Array]()
         evaluator = stack.enter_context(
             Evaluator(agent, driver, amount, logger, episodes)
         )
@@ -113,7 +140,10 @@ def eval_only(
         should_log = LocalClock(args.log_every)
 
         def log() -> None:
-            logger.add(episodes.result())
+            metrics = episodes.result()
+            for name in [name for name in metrics if name.startswith(VIDEO)]:
+                videos[name.removeprefix(VIDEO)] = metrics[name]
+            logger.add(metrics)
             logger.add(meter.result())
             logger.add(usage.result(), prefix="usage")
             logger.write()
@@ -129,4 +159,67 @@ def eval_only(
     scores, lengths = evaluator.scores, evaluator.lengths
     result = Evaluation(step, tuple(scores), tuple(lengths), amount)
     print(result, flush=True)
+    path = write_result(args.logdir, args.from_checkpoint, result, videos)
+    print(f"Written to {path}", flush=True)
     return result
+
+
+def write_result(
+    logdir: str, source: str, result: Evaluation, videos: Mapping[str, Array]
+) -> str:
+    """Writes what an evaluation has found; returns the path of the JSON file.
+
+    Files of an earlier evaluation of the same step are replaced.
+
+    Args:
+      logdir: where to write.
+      source: of the checkpoint.
+      result: what was found.
+      videos: [T, H, W, C] uint8 by key of the image.
+    """
+    stem = f"{FOLDER}/{result.step}"
+    names = {key: f"{stem}-{re.sub('[^A-Za-z0-9_-]', '_', key)}.gif" for key in videos}
+    for key, video in videos.items():
+        write_file(logdir, names[key], encode_gif(video, VIDEO_FPS))
+    content = {
+        "checkpoint": str(source),
+        "step": result.step,
+        "episodes": len(result.scores),
+        "wanted": result.wanted,
+        "mean_score": _for_json(result.mean_score),
+        "confidence": CONFIDENCE,
+        "interval": result.interval and [_for_json(x) for x in result.interval],
+        "mean_length": statistics.fmean(result.lengths) if result.lengths else None,
+        "scores": [_for_json(score) for score in result.scores],
+        "lengths": result.lengths,
+        "videos": sorted(names.values()),
+    }
+    write_file(logdir, f"{stem}.json", json.dumps(content).encode())
+    return f"{logdir}/{stem}.json"
+
+
+def _for_json(value: float | None) -> float | None:
+    """None for what is not finite, which JSON lacks."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def student_quantile(share: float, freedom: int) -> float:
+    """Quantile of Student's t distribution, within two thousandths.
+
+    Args:
+      share: of the distribution that lies below, more than a half.
+      freedom: degrees of freedom.
+    """
+    if freedom == 1:
+        return math.tan(math.pi * (share - 0.5))
+    if freedom == 2:
+        return (2 * share - 1) / math.sqrt(2 * share * (1 - share))
+    # The expansion of Cornish and Fisher around the normal distribution.
+    z = statistics.NormalDist().inv_cdf(share)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))

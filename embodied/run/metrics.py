@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import psutil
-
-GIGABYTE = 1024**3
 
 
 class Means:
@@ -96,25 +93,3 @@ class Meter:
         self._counts = collections.Counter(dict.fromkeys(self._counts, 0))
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         return result
-
-
-class Usage:
-    """Processor and memory of this process, where `run.usage.psutil` asks for it.
-
-    - `psutil/proc_cpu_usage`: cores in use since the last call, on average.
-    - `psutil/proc_ram_gb`: resident memory.
-    """
-
-    def __init__(self, settings: Any):
-        self._process = psutil.Process() if settings.psutil else None
-        if self._process:
-            self._process.cpu_percent()  # Measures from here on.
-
-    def result(self) -> dict[str, float]:
-        """Returns what is used, and nothing where it is not asked for."""
-        if self._process is None:
-            return {}
-        return {
-            "psutil/proc_cpu_usage": self._process.cpu_percent() / 100,
-            "psutil/proc_ram_gb": self._process.memory_info().rss / GIGABYTE,
-        }

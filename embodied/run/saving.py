@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -205,6 +206,23 @@ class RunCheckpoint:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class SavedAgent:
+    """The agent of a checkpoint.
+
+    Attributes:
+      logdir: of the run.
+      tag: of the checkpoint.
+      step: at which it was saved.
+      data: what the agent's `save` returned.
+    """
+
+    logdir: Path
+    tag: str
+    step: int
+    data: Tree
+
+
 def load_agent(agent: Agent, source: str | os.PathLike[str], regex: str) -> int:
     """Loads an agent from a checkpoint of any run; returns the step of it.
 
@@ -214,28 +232,61 @@ def load_agent(agent: Agent, source: str | os.PathLike[str], regex: str) -> int:
       regex: which parameter names to load.
 
     Raises:
+      CheckpointError: there is no checkpoint that is whole, or it does not fit.
+    """
+    saved = read_agent(source)
+    try:
+        agent.load(saved.data, regex)
+    except ValueError as error:
+        raise CheckpointError(f"run.from_checkpoint: {source}: {error}") from error
+    logger.info("The agent is that of checkpoint %s in %s.", saved.tag, source)
+    return saved.step
+
+
+def read_agent(source: str | os.PathLike[str]) -> SavedAgent:
+    """Reads the agent of the newest whole checkpoint of a run.
+
+    Args:
+      source: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it.
+
+    Raises:
       CheckpointError: there is no checkpoint that is whole.
     """
-    checkpoint = _open(source)
+    folder = find_checkpoints(source)
+    if folder is None:
+        raise CheckpointError(_nothing(Path(source).expanduser()))
+    checkpoint = Checkpoint(folder.parent, folder.name)
     manifest = checkpoint.newest()
     assert manifest is not None
-    agent.load(checkpoint.read_part(manifest, AGENT), regex)
-    logger.info("The agent is that of checkpoint %s in %s.", manifest.tag, source)
-    return int(manifest.meta.get("step", 0))
+    data = checkpoint.read_part(manifest, AGENT)
+    step = int(manifest.meta.get("step", 0))
+    return SavedAgent(folder.parent, manifest.tag, step, data)
 
 
-def _open(source: str | os.PathLike[str]) -> Checkpoint:
+def find_checkpoints(source: str | os.PathLike[str]) -> Path | None:
+    """Returns the folder of a run's checkpoints, if there are any.
+
+    Args:
+      source: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it.
+    """
     path = Path(source).expanduser().resolve()
     folders = [path / FOLDER, path]
     if path.name == AGENT:
         folders.append(path.parent)
     for folder in folders:
-        if folder.name:  # The root of the file system has none.
-            checkpoint = Checkpoint(folder.parent, folder.name)
-            if checkpoint.exists():
-                return checkpoint
+        # The root of the file system has no name.
+        if folder.name and Checkpoint(folder.parent, folder.name).exists():
+            return folder
+    return None
+
+
+def _nothing(path: Path) -> str:
     found = "has no checkpoint" if path.exists() else "does not exist"
-    raise CheckpointError(
+    text = (
         f"run.from_checkpoint: expected the logdir of a run, or the folder {FOLDER} in "
-        f"it, got {source}, which {found}."
+        f"it, got {path}, which {found}."
     )
+    folders = (path, path / FOLDER, path / FOLDER / AGENT)
+    if any((folder / "latest").is_file() for folder in folders):
+        text += " For one of the reference, use --script import_checkpoint first."
+    return text

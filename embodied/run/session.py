@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from embodied.base import Agent
+from embodied.checkpoint import CheckpointError
 from embodied.episodes import Episodes
 from embodied.replay import Replay
 from embodied.run.collecting import Collector, MakeEnv
 from embodied.run.evaluation import Evaluator
-from embodied.run.metrics import Meter, Usage
+from embodied.run.metrics import Meter
 from embodied.run.progress import Limit, Result
 from embodied.run.ratio import TrainRatio
 from embodied.run.saving import RunCheckpoint
 from embodied.run.signals import stop_on_signals
 from embodied.run.training import MakeStream, Trainer
+from embodied.run.usage import Usage
 
 TRAIN_REPLAY = "replay"  # Names of folders, parts of checkpoints, and metrics.
 EVAL_REPLAY = "replay_eval"
@@ -56,11 +58,11 @@ class Session:
 
     def train(self, steps: int) -> None:
         """Makes the updates that are due after environment steps."""
-        stored = len(self.replays[TRAIN_REPLAY])
+        updates = self.ratio.batches(steps, len(self.replays[TRAIN_REPLAY]))
         with self.meter.section("train"):
-            for _ in range(self.ratio.batches(steps, stored)):
-                self.trainer.train()
-                self.meter.count("train", self.args.batch_size * self.args.batch_length)
+            self.trainer.train(updates)
+        batch = self.args.batch_size * self.args.batch_length
+        self.meter.count("train", updates * batch)
 
     def evaluate(self, evaluator: Evaluator) -> None:
         """Plays evaluation episodes, unless a signal or the duration ends them."""
@@ -84,6 +86,16 @@ class Session:
         for name, replay in self.replays.items():
             self.logger.add(replay.stats(), prefix=name)
         self.logger.write()
+
+    def finish(self) -> None:
+        """Writes what has not been written yet."""
+        self.trainer.finish()
+        if not self.meter.idle:
+            self.log()
+        elif metrics := self.trainer.result():
+            # These alone, since rates of zero would end every curve.
+            self.logger.add(metrics, prefix="train")
+            self.logger.write()
 
     def save(self) -> None:
         """Saves a checkpoint."""
@@ -125,6 +137,9 @@ def open_session(
       make_stream: makes the stream of batches of a replay and a mode.
       make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
       args: the `run` block of the configuration and what belongs to it.
+
+    Raises:
+      CheckpointError: the logdir has checkpoints, but none that can be continued.
     """
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
@@ -136,7 +151,13 @@ def open_session(
         checkpoint = RunCheckpoint(
             args, logger.step, agent, {**replays, "ratio": ratio}
         )
-        checkpoint.restore()
+        try:
+            checkpoint.restore()
+        except ValueError as error:
+            raise CheckpointError(
+                f"The checkpoint in {args.logdir} does not fit this run. {error} "
+                "Use the settings it was made with, or another logdir."
+            ) from error
         # Without a timeout: a pause, as for a report, must not abandon episodes.
         episodes = Episodes(timeout=0)
         collector = stack.enter_context(
@@ -159,5 +180,4 @@ def open_session(
         )
         with checkpoint.saved_at_end():
             yield session
-            if not session.meter.idle:  # Else rates of zero would end every curve.
-                session.log()
+            session.finish()

@@ -25,7 +25,7 @@ def train(
     """Trains until `args.steps` or `args.duration`, or until Ctrl-C or SIGTERM.
 
     The next call with the same `args.logdir` continues there. Two runs with the same
-    seeds are equal, unless the agent reads ahead in the stream that it is given.
+    seeds are equal, however far the agent reads ahead in its stream.
 
     Args:
       make_agent: makes the agent.

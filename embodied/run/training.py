@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -13,8 +15,66 @@ from embodied.run.metrics import Means
 MakeStream = Callable[[Replay, str], Stream]
 
 
+class Feed(Stream):
+    """Hands batches from the loop's thread to the thread of the agent's stream.
+
+        loop's thread       fetch: replay -> source -> waiting
+        agent's thread      next:                      waiting -> device
+
+    An agent reads ahead as far as it can. What it would find in a replay that grows
+    meanwhile depends on how fast it reads, so here it can only read what the loop has
+    fetched for it, at a point of its own choice. Where the agent has no thread and
+    the loop's own reads what was not fetched, it is fetched then.
+
+    `_changed` guards what both threads share. It has no position to save.
+
+    Args:
+      source: only used by the thread that makes the feed.
+    """
+
+    def __init__(self, source: Stream):
+        self._source = iter(source)
+        self._owner = threading.current_thread()
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[dict[str, Array]] = collections.deque()
+        self._closed = False
+
+    def fetch(self) -> None:
+        """Takes a batch from the source, for the agent's stream to read."""
+        batch = next(self._source)
+        with self._changed:
+            self._waiting.append(batch)
+            self._changed.notify_all()
+
+    def __next__(self) -> dict[str, Array]:
+        if threading.current_thread() is self._owner and not self._waiting:
+            return next(self._source)
+        with self._changed:
+            # The loop closes the feed before it joins the reader, so this wait ends.
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._waiting:
+                raise StopIteration
+            return self._waiting.popleft()
+
+    def save(self) -> None:
+        """Returns None: there is no position to keep."""
+        return
+
+    def load(self, data: Tree) -> None:
+        """Does nothing: there is no position to go to."""
+
+    def close(self) -> None:
+        """Ends the stream, also for a thread that waits for a batch."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
 class Trainer:
     """Makes updates, one batch after the other, and reports.
+
+    The replay is sampled in the caller's thread and in a fixed order; the agent's
+    stream moves the batch to the device while the update before is still running.
 
     The stream of training batches is opened at the first update, so that there is
     data then. After a resume it begins with a new sample, for which the agent needs
@@ -37,7 +97,7 @@ class Trainer:
         self._args = args
         self._means = Means()
         self._carry: Tree = None
-        self._batches: Iterator[dict[str, Array]] | None = None
+        self._batches: tuple[Feed, Iterator[dict[str, Array]]] | None = None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -46,19 +106,29 @@ class Trainer:
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
-    def train(self) -> None:
-        """Makes one update."""
+    def train(self, updates: int) -> None:
+        """Makes some updates."""
+        if not updates:
+            return
         if self._batches is None:
             self._carry = self._agent.init_train(self._args.batch_size)
             self._batches = self._open.enter_context(
                 self._stream(self._replay, "train")
             )
-        batch = next(self._batches)
-        self._carry, outputs, metrics = self._agent.train(self._carry, batch)
-        if "replay" in outputs:
-            self._replay.update(outputs["replay"])
-        self._means.add(metrics)
-        self.updates += 1
+        feed, batches = self._batches
+        feed.fetch()
+        for left in reversed(range(updates)):
+            results = self._agent.train(self._carry, next(batches))
+            self._carry, outputs, metrics = results
+            self._add(outputs, metrics)
+            self.updates += 1
+            if left:
+                feed.fetch()
+
+    def finish(self) -> None:
+        """Takes the results of the last update, where an agent returns them later."""
+        if hasattr(self._agent, "flush"):
+            self._add(*self._agent.flush())
 
     def result(self) -> dict[str, Any]:
         """Returns the metrics of training, averaged since the last call."""
@@ -79,21 +149,28 @@ class Trainer:
         means = Means()
         carry = self._agent.init_report(args.batch_size)
         # A new stream every time, so that no batch was sampled long ago.
-        with self._stream(replay, mode) as batches:
+        with self._stream(replay, mode) as (feed, batches):
             for _ in range(args.consec_report * args.report_batches):
+                feed.fetch()
                 carry, metrics = self._agent.report(carry, next(batches))
                 means.add(metrics)
         return means.result()
 
+    def _add(self, outputs: dict[str, Any], metrics: dict[str, Any]) -> None:
+        if "replay" in outputs:
+            self._replay.update(outputs["replay"])
+        self._means.add(metrics)
+
     @contextlib.contextmanager
     def _stream(
         self, replay: Replay, mode: str
-    ) -> Iterator[Iterator[dict[str, Array]]]:
+    ) -> Iterator[tuple[Feed, Iterator[dict[str, Array]]]]:
         source = self._make_stream(replay, mode)
-        batches = self._agent.stream(source)
+        feed = Feed(source)
+        batches = self._agent.stream(feed)
         try:
-            yield iter(batches)
+            yield feed, iter(batches)
         finally:
-            for stream in (batches, source):
+            for stream in (feed, batches, source):
                 if hasattr(stream, "close"):  # Plain iterators have none.
                     stream.close()

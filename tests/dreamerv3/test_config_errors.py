@@ -137,6 +137,17 @@ MISTAKES = {
         "multiples of 32 from 96 to 512",
         "5 times",
     ),
+    "image with a stage at full size": (
+        r"--.*\.outer True --task dmc_walk --env.dmc.size 60 136",
+        "multiples of 8 from 24 to 128",
+        "3 times",
+        "[60, 136]",
+    ),
+    "image with a stage at full size in one network": (
+        "--agent.dec.simple.outer True --task dmc_walk --env.dmc.size 56 64",
+        "multiples of 16 from 48 to 256",
+        "4 times",
+    ),
     "mock devices": ("--jax.mock_devices 2 --jax.platform cuda", "mock", "cuda"),
     "few mock devices": (
         "--jax.mock_devices 2 --jax.train_devices 2",
@@ -215,6 +226,8 @@ def test_all_mistakes_are_told_at_once():
     [
         "--random_agent True --task dmc_walk --env.dmc.size 84 84",
         "--task dmc_walk --env.dmc.size 48 256",
+        r"--.*\.outer True --task dmc_walk --env.dmc.size 24 128",
+        "--agent.enc.simple.outer True --task dmc_walk --env.dmc.size 48 128",
         "--task dmc_walk --env.atari.size 84 84",
         "--replicas 3 --replica 2",
         "--agent.opt.schedule cosine --agent.opt.anneal 1001",

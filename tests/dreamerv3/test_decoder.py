@@ -11,7 +11,7 @@ from agent_testing import (
     quick_jit,
 )
 
-from dreamerv3.decoder import double, make_decoder
+from dreamerv3.decoder import make_decoder
 from embodied import Space
 
 
@@ -140,11 +140,6 @@ def test_outputs_are_float32_in_any_compute_dtype():
     outputs = jax.eval_shape(dec, deter, stoch)
     assert {x.dtype for x in outputs.values()} == {jnp.dtype("float32")}
 
-
-def test_doubling_repeats_pixels():
-    x = jnp.array([[1.0, 2.0], [3.0, 4.0]])[None, :, :, None]
-    expected = np.repeat(np.repeat([[1, 2], [3, 4]], 2, 0), 2, 1)
-    np.testing.assert_array_equal(double(x)[0, :, :, 0], expected)
 
 
 def test_blocks_must_divide_the_channels():

@@ -13,7 +13,7 @@ import pytest
 import embodied.wrappers
 from dreamerv3 import main as program
 from dreamerv3 import rules
-from dreamerv3.config import ConfigError, load_config, read_config
+from dreamerv3.config import load_config, read_config
 from dreamerv3.main import main, make_agent, make_env, make_logger
 from embodied.random_agent import RandomAgent
 
@@ -126,9 +126,13 @@ class TestMain:
 
 
 class TestFactories:
-    def test_agent_without_random_agent_is_refused(self):
-        with pytest.raises(ConfigError, match="--random_agent True"):
-            make_agent(load_config([]))
+    def test_agent_that_learns_fits_the_task(self):
+        from dreamerv3.agent import Agent
+
+        agent = make_agent(load_config(["--configs", "debug"]))
+        assert isinstance(agent, Agent)
+        carry = agent.init_policy(3)
+        assert carry["action"]["act_disc"].shape == (3,)
 
     def test_random_agent_fits_the_task(self):
         agent = make_agent(load_config(["--random_agent", "True"]))

@@ -1,10 +1,18 @@
 """Evaluating the agent of a checkpoint."""
 
+import json
+import math
+
+import numpy as np
+import PIL.Image
 import pytest
+import scipy.stats
 from run_testing import LENGTH, NotingAgent, Parts, Task
 
+import embodied
 from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.run import Evaluation
+from embodied.run.eval_only import student_quantile, write_result
 
 
 @pytest.fixture
@@ -32,7 +40,7 @@ def test_it_plays_with_the_agent_of_the_run(trained, tmp_path, capsys, folder):
         "6 episodes of the agent of step 30: mean score 15" in capsys.readouterr().out
     )
     assert files(trained) == before, "it is only read"
-    assert not (tmp_path / "eval").exists(), "and nothing is saved"
+    assert [path.name for path in (tmp_path / "eval").iterdir()] == ["eval"]
 
 
 def test_metrics_are_those_of_evaluation_at_the_step_of_the_agent(trained, tmp_path):
@@ -46,14 +54,79 @@ def test_metrics_are_those_of_evaluation_at_the_step_of_the_agent(trained, tmp_p
     assert logger.closed
 
 
-@pytest.mark.parametrize(
-    ("envs", "episodes", "expected"), [(4, 1, 4), (2, 5, 5), (3, 3, 3)]
-)
-def test_each_env_plays_at_least_one_episode(
-    trained, tmp_path, envs, episodes, expected
-):
+@pytest.mark.parametrize(("envs", "episodes"), [(4, 1), (2, 5), (3, 3)])
+def test_it_plays_the_number_of_episodes_asked_for(trained, tmp_path, envs, episodes):
     parts = Parts(tmp_path, from_checkpoint=str(trained), envs=envs, eval_eps=episodes)
-    assert len(parts.eval_only().scores) == expected
+    assert len(parts.eval_only().scores) == episodes
+    assert len(parts.envs) == min(envs, episodes)
+
+
+def test_results_are_written_as_json(trained, tmp_path, capsys):
+    parts = Parts(tmp_path, from_checkpoint=str(trained), eval_eps=3)
+    parts.eval_only()
+    path = tmp_path / "eval/30.json"
+    assert f"Written to {path}" in capsys.readouterr().out
+    assert json.loads(path.read_text()) == {
+        "checkpoint": str(trained),
+        "step": 30,
+        "episodes": 3,
+        "wanted": 3,
+        "mean_score": 15.0,
+        "confidence": 0.95,
+        "interval": [15.0, 15.0],
+        "mean_length": 5.0,
+        "scores": [15.0] * 3,
+        "lengths": [5] * 3,
+        "videos": [],
+    }
+
+
+def test_an_evaluation_without_episodes_has_a_result_too(trained, tmp_path):
+    Parts(tmp_path, from_checkpoint=str(trained), steps=1).eval_only()
+    result = json.loads((tmp_path / "eval/30.json").read_text())
+    assert (result["episodes"], result["wanted"]) == (0, 2)
+    assert result["mean_score"] is result["interval"] is result["mean_length"] is None
+
+
+class Filmed(Task):
+    """Shows the number of the episode and the position in it."""
+
+    @property
+    def obs_space(self):
+        image = embodied.Space(np.uint8, (16, 24, 3))
+        return {**super().obs_space, "image": image, "small/view": image}
+
+    def step(self, action):
+        obs = super().step(action)
+        _, episode, count = obs["where"]
+        image = np.full((16, 24, 3), 40 * count, np.uint8)
+        image[:8] = 100 * episode
+        return {**obs, "image": image, "small/view": image}
+
+
+@pytest.mark.parametrize("log_every", [0.0, -1.0])
+def test_a_video_of_an_episode_is_written_by_key(trained, tmp_path, log_every):
+    source = str(trained)
+    parts = Parts(tmp_path, from_checkpoint=source, eval_eps=4, log_every=log_every)
+    parts.task = Filmed
+    parts.eval_only()
+    videos = json.loads((tmp_path / "eval/30.json").read_text())["videos"]
+    assert videos == ["eval/30-image.gif", "eval/30-small_view.gif"]
+    for name in videos:
+        with PIL.Image.open(tmp_path / name) as film:
+            assert (film.n_frames, film.size) == (LENGTH + 1, (24, 16))
+            for frame in range(film.n_frames):
+                film.seek(frame)
+                pixels = np.asarray(film.convert("RGB"))
+                assert abs(int(pixels[12, 12, 0]) - 40 * frame) < 8
+                assert abs(int(pixels[2, 2, 0]) - 100) < 8, "the second episode"
+
+
+def test_results_that_cannot_be_written_are_an_error(trained, tmp_path, capsys):
+    (tmp_path / "eval").touch()
+    with pytest.raises(CheckpointError, match=r"eval"):
+        Parts(tmp_path, from_checkpoint=str(trained)).eval_only()
+    assert "mean score 15" in capsys.readouterr().out, "but they are shown"
 
 
 @pytest.mark.parametrize("limit", [{"steps": 8}, {"duration": 1.0}])
@@ -105,10 +178,32 @@ def test_a_checkpoint_without_agent_is_refused(trained, tmp_path):
 class TestEvaluation:
     def test_confidence_interval(self):
         result = Evaluation(7, (1.0, 2.0, 3.0, 4.0), (5, 5, 5, 5), wanted=4)
-        # Standard deviation 1.29099, by the root of 4, times 1.95996.
-        assert result.margin == pytest.approx(1.26516, abs=1e-5)
+        # Standard deviation 1.29099, by the root of 4, times 3.1824.
+        assert result.margin == pytest.approx(2.0542, rel=2e-3)
+        assert result.interval == pytest.approx((0.4458, 4.5542), abs=5e-3)
         text = "4 episodes of the agent of step 7: mean score 2.5 "
-        assert str(result).startswith(f"{text}(95% confidence interval 1.235 to 3.765)")
+        assert str(result).startswith(f"{text}(95% confidence interval 0.4")
+
+    @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 19, 99, 10**6])
+    def test_quantiles_are_those_of_student(self, freedom):
+        expected = scipy.stats.t.ppf(0.975, freedom)
+        assert student_quantile(0.975, freedom) == pytest.approx(expected, rel=2e-3)
+
+    def test_the_interval_contains_the_mean_as_often_as_it_says(self):
+        rng = np.random.default_rng(0)
+        for count in (3, 10):
+            hits = 0
+            for scores in rng.normal(5, 2, (2000, count)):
+                low, high = Evaluation(7, tuple(scores), (5,) * count, count).interval
+                hits += low < 5 < high
+            assert 0.93 < hits / 2000 < 0.97
+
+    def test_scores_that_are_not_finite_are_null(self, tmp_path):
+        result = Evaluation(7, (math.inf,), (5,), wanted=1)
+        write_result(str(tmp_path), "run", result, {})
+        content = json.loads((tmp_path / "eval/7.json").read_text())
+        assert content["mean_score"] is None
+        assert content["scores"] == [None]
 
     def test_one_episode_has_no_interval(self):
         result = Evaluation(7, (2.0,), (5,), wanted=1)

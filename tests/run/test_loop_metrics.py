@@ -1,11 +1,10 @@
 """What loops measure of themselves."""
 
-import types
 
 import numpy as np
 import pytest
 
-from embodied.run.metrics import Means, Meter, Usage
+from embodied.run.metrics import Means, Meter
 
 
 class TestMeans:
@@ -74,11 +73,3 @@ class TestMeter:
         meter = Meter(clock=lambda: 1.0)
         meter.count("train", 5)
         assert meter.result() == {}
-
-
-def test_usage_is_that_of_this_process():
-    usage = Usage(types.SimpleNamespace(psutil=True))
-    result = usage.result()
-    assert 0.01 < result["psutil/proc_ram_gb"] < 100
-    assert result["psutil/proc_cpu_usage"] >= 0
-    assert Usage(types.SimpleNamespace(psutil=False)).result() == {}

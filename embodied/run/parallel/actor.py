@@ -286,11 +286,13 @@ def run_actor(
             group="is_eval",
         )
         with server:
-            ending.wait()
-            actor.over = True
-            _see_off(server)
-            for client in clients:
-                client.close()  # Ends a wait for the replay to take a batch.
+            try:
+                ending.wait()
+            finally:
+                actor.over = True
+                _see_off(server)
+                for client in clients:
+                    client.close()  # Ends a wait for the replay to take a batch.
     finally:
         for client in clients:
             client.close()

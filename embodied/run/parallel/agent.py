@@ -38,13 +38,26 @@ def run_agent(
     args: Any,
     stop: threading.Event,
     progress: Progress | None = None,
+    abandon: threading.Event | None = None,
 ) -> None:
-    """Acts and learns until the end of the run, or until `stop` is set; then saves."""
+    """Acts and learns until the end of the run, or until `stop` is set; then saves.
+
+    Args:
+      make_agent: makes the agent; may be cloudpickled.
+      args: the `run` block of the configuration and what belongs to it.
+      stop: ends the run well.
+      progress: told of every batch and update.
+      abandon: ends it at once and without a save, since other roles are gone.
+    """
     agent = wiring.load_factory(make_agent)()
     barrier = threading.Barrier(2)
     step = progress.step if progress else lambda: None
     actor = Thread(_act, agent, barrier, args, step, name="actor")
     learner = Thread(_learn, agent, barrier, args, stop, step, name="learner")
+    if abandon is not None:
+        threading.Thread(
+            target=_abandon, args=(abandon, barrier), name="abandon", daemon=True
+        ).start()
     actor.start()
     learner.start()
     learner.join()
@@ -52,6 +65,11 @@ def run_agent(
     failure = vars(barrier).get("failure")
     if failure is not None:
         raise failure[1]
+
+
+def _abandon(abandon: threading.Event, barrier: threading.Barrier) -> None:
+    abandon.wait()
+    Ending(barrier, "launcher", "agent").fail(RuntimeError("The run was ended."))
 
 
 def _act(

@@ -30,13 +30,14 @@ def find_bottleneck(shares: Mapping[str, float], threads: int = 1) -> str:
     def share(name: str) -> float:
         return float(shares.get(name, 0.0))
 
-    waits = share(LEARNER_WAITS)
-    if LEARNER_WAITS in shares and waits <= SMALL:
-        return _line("learner", f"it waits for batches {waits:.0%} of the time")
-    if share(STREAM_WAITS) <= 0.5 * waits:
-        return _line(
-            "transfer", f"batches are there, and the learner waits {waits:.0%}"
-        )
+    if LEARNER_WAITS in shares:  # Else there was no batch for it yet.
+        waits = share(LEARNER_WAITS)
+        if waits <= SMALL:
+            return _line("learner", f"it waits for batches {waits:.0%} of the time")
+        if share(STREAM_WAITS) <= 0.5 * waits:
+            return _line(
+                "transfer", f"batches are there, and the learner waits {waits:.0%}"
+            )
     if share(LIMITED) < share(SAMPLING):
         return _line("replay", f"it samples {share(SAMPLING):.0%} of the time")
     policy = share(POLICY) / max(1, threads)

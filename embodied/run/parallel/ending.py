@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Self
@@ -51,14 +52,16 @@ class Ending:
 
         Raises:
           RuntimeError: the other side has failed, with its error as the cause.
+          TimeoutError: it did not come in time; it fails when it does.
         """
-        try:
+        with contextlib.suppress(threading.BrokenBarrierError):
             self._barrier.wait(timeout)
-        except threading.BrokenBarrierError:
+            return
+        if "failure" in vars(self._barrier):
             self.check()
-            raise TimeoutError(
-                f"The {self._name} waited {timeout} s for the {self._other}."
-            ) from None
+        raise TimeoutError(
+            f"The {self._name} waited {timeout} s for the {self._other}."
+        )
 
     def wait(self) -> None:
         """Waits until the other side is done, which is the end of the run."""

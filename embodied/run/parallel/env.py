@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +16,23 @@ from typing import Any
 import numpy as np
 
 from embodied.base import Env
-from embodied.rpc import Policy, Process, Progress, RemoteError, Supervisor
+from embodied.rpc import (
+    Policy,
+    Process,
+    Progress,
+    RemoteError,
+    Supervisor,
+    WorkerError,
+)
 from embodied.run.messages import show_messages
 from embodied.run.parallel import wiring
+from embodied.run.parallel.watching import telling_usage
 from embodied.run.signals import stop_on_signals
 
 MakeEnv = Callable[[int], Env]
 RUN_OVER = "RunOver"  # Type of the actor's answer when there is nothing left to do.
+
+logger = logging.getLogger("embodied.run")
 
 
 class Half:
@@ -47,6 +58,7 @@ class Half:
             "envid": np.array(envids, np.int32),
             "is_eval": np.full(len(envids), is_eval),
         }
+        self._mark = {key: np.asarray(x[0]) for key, x in self._marks.items()}
         self._envs: list[Env] = []
         try:
             for envid in envids:
@@ -63,12 +75,17 @@ class Half:
         self.actions["reset"] = np.ones(self.rows, bool)
 
     def step(self) -> dict[str, np.ndarray]:
-        """Takes the next actions; returns observations, `envid` and `is_eval`, [n]."""
+        """Takes the next actions; returns observations, `envid` and `is_eval`.
+
+        They are stacked, [n], unless there is only one environment.
+        """
         rows = []
         for index, env in enumerate(self._envs):
             action = {key: value[index] for key, value in self.actions.items()}
             rows.append(self._check(index, env.step(action)))
             self._report()
+        if self.rows == 1:  # As any client would send it.
+            return rows[0] | self._mark
         stacked = {key: np.stack([row[key] for row in rows]) for key in self._spaces}
         return stacked | self._marks
 
@@ -108,13 +125,19 @@ class EnvWorker:
       halves: the environments; each half has one call open.
       client: connection to the actor.
       progress: told while the worker waits for actions, which is not a hang.
+      beat: seconds after which it is told again; 0 for never.
     """
 
     def __init__(
-        self, halves: Sequence[Half], client: Any, progress: Progress | None = None
+        self,
+        halves: Sequence[Half],
+        client: Any,
+        progress: Progress | None = None,
+        beat: float = 0.0,
     ):
         self._client = client
         self._progress = progress
+        self._beat = beat
         self._open: deque[tuple[Half, Any]] = deque()
         for half in halves:
             self._ask(half)
@@ -123,8 +146,8 @@ class EnvWorker:
         """Takes the actions of the half that has waited longest; False at the end."""
         half, future = self._open.popleft()
         try:
-            with self._waiting():
-                reply = future.result()
+            self._wait(future)
+            reply = future.result()
         except RemoteError as error:
             if error.type == RUN_OVER:
                 return False
@@ -136,16 +159,16 @@ class EnvWorker:
         return True
 
     def _ask(self, half: Half) -> None:
-        message, rows = half.step(), half.rows
-        if rows == 1:  # Not a stack, as any client would send it.
-            message, rows = {key: value[0] for key, value in message.items()}, 0
-            message = {key: np.asarray(value) for key, value in message.items()}
-        self._open.append((half, self._client.call("act", message, rows=rows)))
+        rows = half.rows if half.rows > 1 else 0
+        self._open.append((half, self._client.call("act", half.step(), rows=rows)))
 
-    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+    def _wait(self, future: Any) -> None:
+        """Waits for the actor, for as long as it takes."""
         if self._progress is None:
-            return contextlib.nullcontext()
-        return self._progress.waiting()
+            return
+        with self._progress.waiting(watched=self._beat > 0):
+            while not future.wait(self._beat or None):
+                self._progress.alive()
 
 
 def parallel_env(
@@ -192,8 +215,10 @@ def run_worker(
             )
         )
         with progress.waiting() if progress else contextlib.nullcontext():
-            wiring.connect(client, name, "actor", lambda: False)
-        worker = EnvWorker(halves, client, progress)
+            first = args.env_offset in envids or progress is None
+            wiring.connect(client, name, "actor", lambda: False, quiet=not first)
+        # Often enough for a worker that is stopped while it waits to be noticed.
+        worker = EnvWorker(halves, client, progress, beat=args.env_timeout / 4)
         while worker.step():
             pass
 
@@ -207,13 +232,20 @@ def parallel_envs(
 
     Raises:
       RunFailed: a worker fails again and again.
+      AuthError: the actor refuses this host's key.
     """
     wiring.check_addresses(args, "actor_addr")
     with show_messages(), stop_on_signals() as stop:
-        supervisor = Supervisor(stall_timeout=args.stall_timeout)
+        # Once for all of them, so that a key that is refused is an error at once.
+        with wiring.make_client(args.actor_addr, "envs", args) as client:
+            wiring.connect(client, "This host", "actor", stop.is_set)
+        supervisor = Supervisor(
+            stall_timeout=args.stall_timeout, on_restart=_tell_restart
+        )
         with supervisor:
             add_workers(supervisor, make_env, make_env_eval, args)
-            supervisor.run(until=stop)
+            with telling_usage(supervisor, args):
+                supervisor.run(until=stop)
 
 
 def add_workers(
@@ -243,6 +275,11 @@ def add_workers(
             )
             count += 1
     return count
+
+
+def _tell_restart(name: str, error: WorkerError | None) -> None:
+    reason = "it ended." if error is None else error.reason
+    logger.warning("Worker %s is restarted: %s", name, reason)
 
 
 def worker_name(envids: Sequence[int]) -> str:

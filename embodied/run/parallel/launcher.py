@@ -27,6 +27,7 @@ from embodied.rpc.thread import Worker
 from embodied.run.messages import show_messages
 from embodied.run.parallel import agent, env, replay, wiring
 from embodied.run.parallel import logger as loggers
+from embodied.run.parallel.watching import telling_usage
 from embodied.run.signals import stop_on_signals
 
 GRACE = 10.0  # Seconds for roles to end after the agent.
@@ -96,7 +97,8 @@ def combined(
                 workers = env.add_workers(supervisor, *makers, args)
             _tell_start(args, workers)
             try:
-                supervisor.run(until=done)
+                with telling_usage(supervisor, args):
+                    supervisor.run(until=done)
             except RunFailed as error:
                 _write_error(args, error)
                 raise
@@ -126,7 +128,8 @@ def _add_process(
         role,
         role,
         lambda: Process(function, *arguments, name=role),
-        Policy(args.restarts[role]),
+        # It ends well when somebody else ends it, and is needed all the same.
+        Policy(args.restarts[role], restart_on_success=True),
     )
 
 
@@ -157,8 +160,9 @@ def _add_agent(
         return process
 
     def make_thread() -> Thread:
+        # The supervisor sets `done`, too, when it stops the other roles.
         thread = Thread(
-            *(agent.run_agent, make_agent, args, stop, progress), name="agent"
+            *(agent.run_agent, make_agent, args, stop, progress, done), name="agent"
         )
         thread.on_exit(end_if_well)
         return thread

@@ -17,10 +17,12 @@ from embodied.run.parallel import wiring
 from embodied.run.parallel.ending import Ending
 from embodied.run.parallel.saving import Conductor
 from embodied.run.parallel.streams import RemoteStream
+from embodied.run.usage import Usage
 
 AHEAD = 3  # Calls for batches that are open beside those that wait on the device.
 INFLIGHT = 8  # Updates of the replay that may be on their way.
 END_SECONDS = 60.0  # For the actor to end after the learner.
+END_ATTEMPTS = 2  # Saves of the end: a role may be restarted during the first.
 
 logger = logging.getLogger("embodied.run")
 
@@ -55,6 +57,7 @@ class Learner:
         self._stream_wait = stream_wait
         self._carry: Tree = agent.init_train(args.batch_size)
         self._means = Means()
+        self._usage = Usage(args.usage)
         self._waiting = wiring.Stopwatch()
         self._training = wiring.Stopwatch()
         self._counted = (time.monotonic(), 0)
@@ -109,6 +112,7 @@ class Learner:
                 "timer/learner/stream_wait": self._stream_wait(),
                 **dict(wiring.prefixed("client/learner_replay", self._replay.stats())),
                 **dict(wiring.prefixed("client/learner_logger", self._logger.stats())),
+                **dict(wiring.prefixed("usage/agent", self._usage.result())),
             }
         )
 
@@ -223,12 +227,14 @@ def _train(
         return  # What the other side has left is not known: the last save stands.
     learner.flush()
     learner.log()
-    conductor.save(learner.updates)
-    if not conductor.wait():
-        raise CheckpointError(
-            f"The end of the run could not be saved to {args.logdir}. The warning "
-            "above says why."
-        )
+    for _ in range(END_ATTEMPTS):
+        conductor.save(learner.updates)
+        if conductor.wait():
+            return
+    raise CheckpointError(
+        f"The end of the run could not be saved to {args.logdir}. The warning above "
+        "says why."
+    )
 
 
 class _Over:

@@ -13,13 +13,14 @@ import numpy as np
 from embodied.base import Array
 from embodied.clock import LocalClock
 from embodied.episodes import Episodes
+from embodied.rpc import Unanswered
 from embodied.run.messages import show_messages
-from embodied.run.metrics import Usage
 from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import find_bottleneck
-from embodied.run.parallel.saving import RoleCheckpoint
+from embodied.run.parallel.saving import RoleCheckpoint, pack_reply
 from embodied.run.saving import LOGGER, StepCount
 from embodied.run.signals import stop_on_signals
+from embodied.run.usage import Usage
 
 CALLS = "logger_calls"  # Part of checkpoints, beside the step.
 BOTTLENECK = "parallel/bottleneck"
@@ -81,11 +82,17 @@ class LoggerRole:
             return int(self._logger.step)
 
     def wait_step(self, step: int) -> int:
-        """Returns when so many steps are counted, or the role is closed."""
+        """Returns when so many steps are counted.
+
+        Raises:
+          Unanswered: the role is closed before.
+        """
         with self._counted:
             self._counted.wait_for(
                 lambda: self._closed or int(self._logger.step) >= step
             )
+            if int(self._logger.step) < step:
+                raise Unanswered("The logger is closing.")
             return int(self._logger.step)
 
     def save(self) -> dict[str, Any]:
@@ -153,19 +160,17 @@ def serve(role: LoggerRole, args: Any, stop: threading.Event) -> None:
     if CALLS in parts:
         server.load(parts[CALLS])
 
-    def save(tag: str) -> dict[str, Any]:
+    def save(tag: str) -> str:
         with server.paused():
             parts = {LOGGER: role.save(), CALLS: server.save()}
         records = checkpoint.write(tag, parts)
-        return {
-            "records": [record.to_json() for record in records],
-            "meta": {"step": int(parts[LOGGER]["step"])},
-        }
+        return pack_reply(records, {"step": int(parts[LOGGER]["step"])})
 
     server.bind("add", role.add, workers=1, once=True)
     server.bind("tran", role.tran, workers=1, once=True)
     server.bind("wait_step", role.wait_step, workers=1)
     server.bind("save", save)
+    server.bind("has_saved", checkpoint.has_saved)
     server.bind("discard", lambda tag: None)
     with server:
         stop.wait()

@@ -19,12 +19,13 @@ from embodied.base import Array, Stream
 from embodied.checkpoint import FileRecord
 from embodied.clock import LocalClock
 from embodied.replay import Replay, limiters
+from embodied.rpc import Unanswered
 from embodied.run.messages import show_messages
-from embodied.run.metrics import Usage
 from embodied.run.parallel import wiring
-from embodied.run.parallel.saving import RoleCheckpoint
+from embodied.run.parallel.saving import RoleCheckpoint, pack_reply
 from embodied.run.session import EVAL_REPLAY, TRAIN_REPLAY
 from embodied.run.signals import stop_on_signals
+from embodied.run.usage import Usage
 
 LIMITER, CALLS = "limiter", "replay_calls"  # Parts of checkpoints, beside the replays.
 SMALLEST_FILLING = 10.0  # Seconds between notes on how full the replay is.
@@ -88,7 +89,7 @@ class ReplayRole:
         if not len(rows):
             return
         if not self.limiter.insert(len(rows)):
-            raise RuntimeError("The replay is closing.")
+            raise Unanswered("The replay is closing.")
         with self._inserting:
             self._train.add_batch(_take(steps, rows, len(envids)), envids[rows])
         self.limiter.available(len(self._train))
@@ -103,7 +104,7 @@ class ReplayRole:
         """
         with self._limited:
             if not self.limiter.sample(self._batch):
-                raise RuntimeError("The replay is closing.")
+                raise Unanswered("The replay is closing.")
         with self._lock:
             self._drawn = self._drawn + 1 if number is None else int(number) + 1
         with self._sampling:
@@ -149,8 +150,8 @@ class ReplayRole:
         parts: dict[str, Any] = {}
         with contextlib.ExitStack() as pause:
             # Else a call that waits for its turn would keep the pause from beginning.
-            pause.enter_context(self.limiter.opened())
-            pause.enter_context(paused())
+            with self.limiter.opened():
+                pause.enter_context(paused())
             with self._lock:
                 pending = max(0, self._drawn - int(trained))
             counted = int(self.limiter.stats()["samples"])
@@ -244,12 +245,12 @@ def serve(role: ReplayRole, args: Any, stop: threading.Event) -> None:
         server.load(parts[CALLS])
     unsaved: dict[str, dict[str, Any]] = {}  # Saves that may yet be discarded.
 
-    def save(tag: str, trained: int) -> dict[str, Any]:
+    def save(tag: str, trained: int) -> str:
         parts = role.save(trained, server.paused, server.save)
         unsaved.clear()
         unsaved[tag] = parts
         records = checkpoint.write(tag, parts) + role.records(parts, checkpoint.root)
-        return {"records": [record.to_json() for record in records], "meta": {}}
+        return pack_reply(records, {})
 
     def discard(tag: str) -> None:
         role.discard(unsaved.pop(tag, {}))
@@ -263,6 +264,7 @@ def serve(role: ReplayRole, args: Any, stop: threading.Event) -> None:
     }.items():
         server.bind(name, getattr(role, name), **options)
     server.bind("save", save)
+    server.bind("has_saved", checkpoint.has_saved)
     server.bind("discard", discard)
     usage = Usage(args.usage)
     with wiring.make_client(args.logger_addr, "replay-logger", args) as log:

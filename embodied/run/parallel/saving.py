@@ -7,6 +7,7 @@ all of it with one manifest. Each role restores its own parts when it starts.
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,17 @@ DISCARD_SECONDS = 10.0
 logger = logging.getLogger("embodied.run")
 
 
+def pack_reply(records: Iterable[FileRecord], meta: Mapping[str, Any]) -> str:
+    """Returns what a role answers to `save`, as JSON, which any transport keeps."""
+    return json.dumps([[record.to_json() for record in records], dict(meta)])
+
+
+def unpack_reply(text: Any) -> tuple[list[FileRecord], dict[str, Any]]:
+    """Returns what `pack_reply` was given."""
+    records, meta = json.loads(str(text))
+    return [FileRecord.from_json(record) for record in records], meta
+
+
 class RoleCheckpoint:
     """The parts of one role that is not the conductor.
 
@@ -31,6 +43,7 @@ class RoleCheckpoint:
 
     def __init__(self, args: Any):
         self.root = Path(args.logdir)
+        self._saved = ""
         self._checkpoint = Checkpoint(self.root, FOLDER, keep=args.keep)
 
     def load(self, names: Iterable[str]) -> dict[str, Tree]:
@@ -47,11 +60,17 @@ class RoleCheckpoint:
 
     def write(self, tag: str, parts: Mapping[str, Tree]) -> list[FileRecord]:
         """Writes parts under the conductor's tag."""
-        return [
+        records = [
             record
             for name, tree in parts.items()
             for record in self._checkpoint.write_part(tag, name, tree)
         ]
+        self._saved = tag
+        return records
+
+    def has_saved(self, tag: str) -> bool:
+        """Whether this very process has written the parts of a tag."""
+        return self._saved == tag
 
 
 class Conductor:
@@ -128,9 +147,10 @@ class Conductor:
             records = list(self._checkpoint.write_part(tag, AGENT, data))
             meta: dict[str, Any] = {}
             for future in parts.values():
-                reply = future.result(SAVE_SECONDS)
-                records += [FileRecord.from_json(entry) for entry in reply["records"]]
-                meta |= reply["meta"]
+                files, facts = unpack_reply(future.result(SAVE_SECONDS))
+                records += files
+                meta |= facts
+            self._check_roles(tag)
             self._checkpoint.commit(tag, records, meta)
         except Exception as error:  # Nothing that is there already is lost by it.
             logger.warning(
@@ -139,6 +159,17 @@ class Conductor:
             self._take_back(tag)
             return False
         return True
+
+    def _check_roles(self, tag: str) -> None:
+        """Raises an error if a role has forgotten what it just saved.
+
+        One that is restarted goes on from the newest checkpoint, which is the one
+        before this: if this became the newest, its steps would be lost.
+        """
+        asked = {name: role.has_saved(tag) for name, role in self._roles.items()}
+        for name, future in asked.items():
+            if not future.result(SAVE_SECONDS):
+                raise CheckpointError(f"The {name} was restarted meanwhile.")
 
     def _take_back(self, tag: str) -> None:
         """Removes the files of a save that failed, for the next to have room."""

@@ -69,7 +69,13 @@ def make_client(addr: str, name: str, args: Any, **kwargs: Any) -> Any:
     return make(addr, name, **_security(args), **kwargs)
 
 
-def connect(client: Any, who: str, whom: str, stopped: Callable[[], bool]) -> bool:
+def connect(
+    client: Any,
+    who: str,
+    whom: str,
+    stopped: Callable[[], bool],
+    quiet: bool = False,
+) -> bool:
     """Waits for a role to be there, and says so if it takes long.
 
     Args:
@@ -77,6 +83,7 @@ def connect(client: Any, who: str, whom: str, stopped: Callable[[], bool]) -> bo
       who: the role that waits.
       whom: the role that it waits for.
       stopped: whether to give up.
+      quiet: says nothing, since others say the same.
 
     Returns:
       Whether it is there; False if the wait was given up.
@@ -84,14 +91,13 @@ def connect(client: Any, who: str, whom: str, stopped: Callable[[], bool]) -> bo
     Raises:
       AuthError: it refuses this role's key.
     """
-    patience, begin = FIRST_NOTE, time.monotonic()
-    noted = begin + patience
+    noted = time.monotonic() + FIRST_NOTE
     while not stopped():
         try:
             client.connect(timeout=1.0)
             return True
         except TimeoutError:
-            if time.monotonic() >= noted:
+            if time.monotonic() >= noted and not quiet:
                 logger.info("%s waits for the %s at %s.", who, whom, client.addr)
                 noted = time.monotonic() + NEXT_NOTE
     return False

@@ -1,0 +1,134 @@
+"""An agent that only acts: no optimiser, no decoder, no values. Agent process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import elements
+import jax
+import numpy as np
+
+from dreamerv3.agent import make_algorithm
+from embodied.base import Agent, Array, Spaces, Tree
+from embodied.jax import devices, loading
+from embodied.jax.acting import Actor, Parameters
+from embodied.jax.names import flat_name
+from embodied.jax.setup import setup
+
+
+def on_one_device(config: elements.Config, platform: str) -> elements.Config:
+    """Returns the configuration of a run for a program that does not train.
+
+    Args:
+      config: the whole configuration.
+      platform: `cpu`, `cuda`, `tpu`, or `auto`.
+    """
+    return config.update(
+        {
+            "replica": 0,
+            "replicas": 1,
+            "jax.platform": platform,
+            "jax.policy_devices": (0,),
+            "jax.policy_mesh": "-1,1,1",
+            "jax.train_devices": (0,),
+            "jax.train_mesh": "-1,1,1",
+            "jax.mock_devices": 0,
+            "jax.expect_devices": 0,
+            "jax.prealloc": False,
+        }
+    )
+
+
+class ActingAgent(Agent):
+    """Acts like the agent that it is loaded from, with a third of its memory or less.
+
+    It has the methods that collecting needs: `load`, `init_policy` and `policy`. The
+    weights of encoder, dynamics and policy are all that lies on the device.
+
+    Args:
+      obs_space: as of the agent that was saved.
+      act_space: as of that agent.
+      config: the whole configuration of its run.
+      seed: of actions; with that of the agent, they are the same.
+    """
+
+    def __init__(
+        self, obs_space: Spaces, act_space: Spaces, config: Any, *, seed: int = 0
+    ):
+        given = config["jax"]
+        names = (
+            *("platform", "compute_dtype", "mock_devices", "prealloc", "jit"),
+            *("debug", "deterministic"),
+        )
+        backend = setup(**{name: given[name] for name in names})
+        # Without context, the policy returns nothing for a replay.
+        algorithm = make_algorithm(
+            obs_space, act_space, {**config, "replay_context": 0}, backend
+        )
+        self._algorithm = algorithm
+        self._seed = seed
+        self._layout = devices.policy_layout(
+            given["policy_devices"], given["policy_mesh"]
+        )
+        params = jax.eval_shape(self._init, jax.random.key(seed))
+        paths, _ = jax.tree_util.tree_flatten_with_path(params)
+        self._leaves = {flat_name(path): leaf for path, leaf in paths}
+        self._shardings = jax.tree.leaves(self._layout.weights(params))
+        self._parameters = Parameters(lambda leaves: leaves, wait=True)
+        # The seeds of the whole agent, for the same actions.
+        seeds = (seed, jax.process_index())
+        self._actor = Actor(algorithm, self._layout, params, self._parameters, seeds)
+        self._loaded = False
+
+    def load(self, data: Tree, regex: str | None = None) -> None:
+        """Takes the weights that acting needs from what an agent's `save` returned.
+
+        Args:
+          data: from `save`.
+          regex: load only what it matches the beginning of the flat name of; other
+            weights are random.
+
+        Raises:
+          ValueError: weights are missing or have other shapes, or nothing matches.
+        """
+        names = [name for name in self._leaves if loading.matches(regex, name)]
+        if not names:
+            raise ValueError(
+                "run.from_checkpoint_regex: expected to match names such as "
+                f"{min(self._leaves)!r}, got {regex!r}, which matches none."
+            )
+        shapes = {name: self._leaves[name].shape for name in names}
+        given = {name: data["params"][name] for name in names if name in data["params"]}
+        chosen = loading.choose(given, shapes, None)
+        if len(chosen) < len(self._leaves):
+            fresh = jax.jit(self._init)(jax.random.key(self._seed))
+            chosen = {**dict(zip(self._leaves, jax.tree.leaves(fresh))), **chosen}
+        values = [
+            np.asarray(chosen[name]).astype(leaf.dtype)
+            for name, leaf in self._leaves.items()
+        ]
+        self._parameters.publish(devices.put(values, self._shardings))
+        self._loaded = True
+
+    def init_policy(self, batch_size: int) -> Tree:
+        """Returns the carry of environments before their first step, on the device."""
+        return self._actor.init_carry(batch_size)
+
+    def policy(
+        self, carry: Tree, obs: Mapping[str, Array], mode: str = "eval"
+    ) -> tuple[Tree, dict[str, Array], dict[str, Array]]:
+        """Chooses actions [B, ...]; the carry stays on the device.
+
+        Raises:
+          RuntimeError: nothing was loaded yet.
+        """
+        if not self._loaded:
+            raise RuntimeError(
+                "policy expected weights, but there are none. Call load first."
+            )
+        carry, actions, _ = self._actor.policy(carry, obs, mode)
+        return carry, actions, {}
+
+    def _init(self, key: Array) -> Tree:
+        return self._algorithm.policy_params(self._algorithm.init(key))

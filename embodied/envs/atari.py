@@ -1,0 +1,248 @@
+"""Games of the Arcade Learning Environment, in the process that steps them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ale_py
+import numpy as np
+from ale_py import roms
+from PIL import Image
+
+from embodied.base import Array, Env, Spaces
+from embodied.envs.registry import UnknownTask
+from embodied.space import Space
+
+STICKY = 0.25  # Probability that a frame takes the previous frame's action.
+ACTIONS = ("all", "needed")
+LIVES = ("unused", "discount", "reset")
+AGGREGATES = ("max", "mean")
+RESIZERS = ("pillow",)
+
+# What the 100k protocol changes.
+_ATARI100K: dict[str, Any] = {
+    "size": (64, 64),
+    "sticky": False,
+    "gray": False,
+    "actions": "needed",
+}
+
+
+class Atari(Env):
+    """One game, with the preprocessing of the usual benchmarks.
+
+    Args:
+      task: the game, such as 'pong' or 'crazy_climber'; underscores and capitals do
+        not matter.
+      size: height and width of images.
+      repeat: frames that each action is repeated.
+      sticky: whether every frame takes the action of the one before it with
+        probability 0.25.
+      gray: one channel of luminance instead of three of colour.
+      actions: 'all' 18 of them, or those that the game has a use for ('needed').
+      lives: a lost life is 'unused', sets `is_terminal` ('discount'), or also ends
+        the episode ('reset'), after which the game starts over.
+      noops: most idle frames at the start of an episode; their number is random.
+      autostart: for games that wait for it, whether to press fire at the start of an
+        episode, and instead of the action after a lost life.
+      pooling: number of frames, the last ones of each step, that make up an image.
+      aggregate: their 'max', which shows sprites that flicker, or 'mean'.
+      resize: library that resizes images; 'pillow'.
+      clip_reward: whether to reduce rewards to their sign.
+      length: frames after which an episode is cut.
+      seed: decides the idle frames and the sticky actions.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        size: tuple[int, int] = (96, 96),
+        repeat: int = 4,
+        sticky: bool = True,
+        gray: bool = True,
+        actions: str = "all",
+        lives: str = "unused",
+        noops: int = 30,
+        autostart: bool = False,
+        pooling: int = 2,
+        aggregate: str = "max",
+        resize: str = "pillow",
+        clip_reward: bool = False,
+        length: int = 108_000,
+        seed: int = 0,
+    ):
+        _check_choice("actions", actions, ACTIONS)
+        _check_choice("lives", lives, LIVES)
+        _check_choice("aggregate", aggregate, AGGREGATES)
+        _check_choice("resize", resize, RESIZERS)
+        _check_least("size", min(size), 1)
+        _check_least("repeat", repeat, 1)
+        _check_least("pooling", pooling, 1)
+        _check_least("noops", noops, 0)
+        _check_least("length", length, 1)
+        rom = _find_rom(task)
+        self.name = f"atari_{rom}"
+        self._size = (int(size[0]), int(size[1]))
+        self._repeat = repeat
+        self._gray = gray
+        self._lives_mode = lives
+        self._noops = noops
+        self._autostart = autostart
+        self._aggregate = aggregate
+        self._clip_reward = clip_reward
+        self._length = length
+        self._rng = np.random.default_rng(seed)
+        self._ale = _load(rom, STICKY if sticky else 0.0, seed)
+        full = self._ale.getLegalActionSet()
+        self._actions = full if actions == "all" else self._ale.getMinimalActionSet()
+        channels = () if gray else (3,)
+        frame = (*self._ale.getScreenDims(), *channels)
+        self._frames = np.zeros((min(pooling, repeat), *frame), np.uint8)
+        self._lives = 0
+        self._fire = False  # Whether the next step presses fire.
+        self._count = 0  # Frames of this episode.
+        self._done = True
+
+    @property
+    def obs_space(self) -> Spaces:
+        """An image of one or three channels."""
+        return {
+            "image": Space(np.uint8, (*self._size, 1 if self._gray else 3)),
+            "reward": Space(np.float32),
+            "is_first": Space(bool),
+            "is_last": Space(bool),
+            "is_terminal": Space(bool),
+        }
+
+    @property
+    def act_space(self) -> Spaces:
+        """The index of a joystick action."""
+        return {
+            "reset": Space(bool),
+            "action": Space(np.int32, (), 0, len(self._actions)),
+        }
+
+    def step(self, action: dict[str, Array]) -> dict[str, Array]:
+        """Repeats an action, or starts the game over."""
+        if self._done or action["reset"]:
+            return self._reset()
+        ale, act = self._ale, self._actions[int(action["action"])]
+        if self._fire:
+            act = ale_py.Action.FIRE
+        reward, rendered = 0.0, 0
+        over = lost = False
+        for left in range(self._repeat, 0, -1):
+            reward += ale.act(act)
+            self._count += 1
+            lives = ale.lives()
+            lost = lost or lives < self._lives
+            self._lives = lives
+            over = ale.game_over(with_truncation=False)
+            last = left == 1 or over or self._count >= self._length
+            # Frames that no image shows are not drawn.
+            if last or left <= len(self._frames):
+                self._render(rendered)
+                rendered += 1
+            if last:
+                break
+        terminal = over or (lost and self._lives_mode != "unused")
+        cut = self._count >= self._length
+        self._done = over or cut or (lost and self._lives_mode == "reset")
+        self._fire = lost and self._autostart
+        if self._clip_reward:
+            reward = np.sign(reward)
+        return self._observe(rendered, reward, is_terminal=terminal)
+
+    def _reset(self) -> dict[str, Array]:
+        ale = self._ale
+        ale.reset_game()
+        noops = int(self._rng.integers(0, self._noops, endpoint=True))
+        acts = [ale_py.Action.NOOP] * noops
+        if self._autostart:
+            # Some games go on at the first key after fire.
+            acts += [ale_py.Action.FIRE, ale_py.Action.UP]
+        for act in acts:
+            ale.act(act)
+            if ale.game_over(with_truncation=False):
+                ale.reset_game()
+        self._lives = ale.lives()
+        self._fire = False
+        self._count = 0
+        self._done = False
+        self._render(0)
+        return self._observe(1, 0.0, is_first=True)
+
+    def _render(self, index: int) -> None:
+        if self._gray:
+            self._ale.getScreenGrayscale(self._frames[index])
+        else:
+            self._ale.getScreenRGB(self._frames[index])
+
+    def _observe(
+        self,
+        rendered: int,
+        reward: float,
+        is_first: bool = False,
+        is_terminal: bool = False,
+    ) -> dict[str, Array]:
+        return {
+            "image": self._image(self._frames[:rendered]),
+            "reward": np.float32(reward),
+            "is_first": np.bool_(is_first),
+            "is_last": np.bool_(self._done),
+            "is_terminal": np.bool_(is_terminal),
+        }
+
+    def _image(self, frames: np.ndarray) -> np.ndarray:
+        """Combines frames [N, 210, 160, ...] and resizes them, in a read-only array."""
+        pooled = frames[0]
+        if len(frames) > 1 and self._aggregate == "max":
+            for frame in frames[1:]:
+                np.maximum(pooled, frame, out=pooled)
+        elif len(frames) > 1:
+            pooled = frames.mean(0).astype(np.uint8)
+        height, width = self._size
+        resized = Image.fromarray(pooled).resize(
+            (width, height), Image.Resampling.BILINEAR
+        )
+        array = np.asarray(resized)
+        return array[..., None] if self._gray else array
+
+
+def atari100k(task: str, **options: Any) -> Atari:
+    """Makes a game as in the 100k benchmark: small colour images, no sticky actions.
+
+    Args:
+      task: the game.
+      **options: those of `Atari`, which replace the benchmark's.
+    """
+    return Atari(task, **{**_ATARI100K, **options})
+
+
+def _load(rom: str, sticky: float, seed: int) -> ale_py.ALEInterface:
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+    ale = ale_py.ALEInterface()
+    # These hold from the moment the game is loaded.
+    ale.setInt("random_seed", seed % 2**31)
+    ale.setFloat("repeat_action_probability", sticky)
+    ale.loadROM(roms.get_rom_path(rom))
+    return ale
+
+
+def _find_rom(task: str) -> str:
+    known = roms.get_all_rom_ids()
+    plain = {rom.replace("_", ""): rom for rom in known}
+    rom = plain.get(task.replace("_", "").lower())
+    if rom is None:
+        raise UnknownTask.named("game", task, known)
+    return rom
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"Expected {name} to be one of {allowed}, got {value!r}.")
+
+
+def _check_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"Expected {name} of at least {least}, got {value}.")

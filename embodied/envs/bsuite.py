@@ -1,0 +1,30 @@
+"""Experiments of the Behaviour Suite, in the process that steps them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import bsuite.bsuite
+import bsuite.sweep
+
+from embodied.envs.from_dm import FromDM
+from embodied.envs.registry import UnknownTask
+
+
+def make_bsuite(task: str, seed: int = 0) -> FromDM:
+    """Makes a setting of an experiment.
+
+    Args:
+      task: experiment and number of the setting, such as 'catch/0'.
+      seed: decides the episodes of experiments whose settings leave that open. What
+        each action does, where it is shuffled, is part of the setting.
+    """
+    if task not in bsuite.sweep.SETTINGS:
+        raise UnknownTask.named("bsuite id", task, bsuite.sweep.SETTINGS)
+    name = task.partition(bsuite.sweep.SEPARATOR)[0]
+    load = bsuite.bsuite.EXPERIMENT_NAME_TO_ENVIRONMENT[name]
+    settings: dict[str, Any] = dict(bsuite.sweep.SETTINGS[task])
+    if "seed" in inspect.signature(load).parameters and settings.get("seed") is None:
+        settings["seed"] = seed
+    return FromDM(load(**settings))

@@ -1,0 +1,116 @@
+"""Crafter, an open world of survival and crafting; in the process that steps it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import crafter
+import numpy as np
+from crafter import constants
+
+from embodied.base import Array, Env, Spaces
+from embodied.envs.registry import UnknownTask
+from embodied.space import Space
+
+TASKS = ("reward", "noreward")
+
+
+class Crafter(Env):
+    """Crafter, with its achievements for the logger.
+
+    Args:
+      task: 'reward', or 'noreward' for rewards of zero.
+      size: height and width of images.
+      logs: whether to return, as `log/achievement_NAME`, how often each was reached in
+        this episode, and as `log/reward` the reward whatever the task.
+      length: steps after which an episode is cut.
+      seed: decides the worlds and what happens in them.
+    """
+
+    def __init__(
+        self,
+        task: str = "reward",
+        size: tuple[int, int] = (64, 64),
+        logs: bool = False,
+        length: int = 10_000,
+        seed: int = 0,
+    ):
+        if task not in TASKS:
+            raise UnknownTask.named("crafter task", task, TASKS)
+        height, width = size
+        self._env = _Ordered(
+            size=(int(width), int(height)), length=length, seed=int(seed)
+        )
+        self._shape = (int(height), int(width), 3)
+        self._rewarded = task == "reward"
+        self._achievements = tuple(constants.achievements) if logs else ()
+        self._logs = logs
+        self._done = True
+
+    @property
+    def obs_space(self) -> Spaces:
+        """An image, and `log/` keys."""
+        logs = [f"log/achievement_{name}" for name in self._achievements]
+        return {
+            "image": Space(np.uint8, self._shape),
+            "reward": Space(np.float32),
+            "is_first": Space(bool),
+            "is_last": Space(bool),
+            "is_terminal": Space(bool),
+            **{key: Space(np.float32) for key in logs},
+            **({"log/reward": Space(np.float32)} if self._logs else {}),
+        }
+
+    @property
+    def act_space(self) -> Spaces:
+        """The index of an action, of which crafter names 17."""
+        return {
+            "reset": Space(bool),
+            "action": Space(np.int32, (), 0, len(constants.actions)),
+        }
+
+    def step(self, action: dict[str, Array]) -> dict[str, Array]:
+        """Steps, or makes a new world."""
+        if self._done or action["reset"]:
+            self._done = False
+            return self._observe(self._env.reset(), 0.0, {}, is_first=True)
+        image, reward, done, info = self._env.step(int(action["action"]))
+        self._done = bool(done)
+        dead = info["discount"] == 0
+        return self._observe(image, reward, info["achievements"], is_terminal=dead)
+
+    def _observe(
+        self,
+        image: np.ndarray,
+        reward: float,
+        achievements: dict[str, int],
+        is_first: bool = False,
+        is_terminal: bool = False,
+    ) -> dict[str, Array]:
+        logs = {
+            f"log/achievement_{name}": np.float32(achievements.get(name, 0))
+            for name in self._achievements
+        }
+        if self._logs:
+            logs["log/reward"] = np.float32(reward)
+        return {
+            "image": image,
+            "reward": np.float32(reward if self._rewarded else 0.0),
+            "is_first": np.bool_(is_first),
+            "is_last": np.bool_(self._done),
+            "is_terminal": np.bool_(is_terminal),
+            **logs,
+        }
+
+
+class _Ordered(crafter.Env):
+    """Goes through creatures in the order of their positions.
+
+    Crafter keeps them in sets, whose order depends on addresses in memory, and draws
+    from these: without this, the same seed leads to different episodes.
+    """
+
+    def _balance_object(self, chunk: Any, objs: Iterable[Any], *args: Any) -> None:
+        ordered = sorted(objs, key=lambda creature: tuple(creature.pos))
+        super()._balance_object(chunk, ordered, *args)

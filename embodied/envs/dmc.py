@@ -1,0 +1,109 @@
+"""The DeepMind Control Suite, in the process that steps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from embodied.base import Array, Env, Spaces
+from embodied.envs import rendering
+from embodied.envs.from_dm import FromDM
+from embodied.envs.registry import UnknownTask
+from embodied.space import Space
+
+# Cameras that show the task; others look at it well from the first.
+_CAMERAS = {"quadruped": 2}
+_ALIASES = {"cup": "ball_in_cup"}
+
+
+class DMC(Env):
+    """A task of the suite, from its state, from images, or from both.
+
+    Args:
+      task: domain and task, such as 'walker_walk', 'ball_in_cup_catch'.
+      size: height and width of images.
+      repeat: steps that each action is repeated.
+      proprio: whether to observe positions, velocities and the like, a key each.
+      image: whether to observe an image.
+      camera: index of the camera; -1 for the usual one of the task.
+      seed: decides the start of episodes, and the bodies of those that vary.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        size: tuple[int, int] = (64, 64),
+        repeat: int = 1,
+        proprio: bool = True,
+        image: bool = True,
+        camera: int = -1,
+        seed: int = 0,
+    ):
+        if not proprio and not image:
+            raise ValueError("Expected proprio, image or both to be True, got neither.")
+        rendering.choose_backend(image)
+        domain, env = _load(task, seed)
+        self._env = FromDM(env, repeat=repeat)
+        self._physics = env.physics
+        self._size = (int(size[0]), int(size[1]))
+        self._camera = _CAMERAS.get(domain, 0) if camera == -1 else camera
+        self._image = image
+        self._proprio = proprio
+
+    @property
+    def obs_space(self) -> Spaces:
+        """The task's own observations, an image, or both."""
+        spaces = self._env.obs_space
+        flags = ("reward", "is_first", "is_last", "is_terminal")
+        if not self._proprio:
+            spaces = {key: spaces[key] for key in flags}
+        if self._image:
+            spaces["image"] = Space(np.uint8, (*self._size, 3))
+        return spaces
+
+    @property
+    def act_space(self) -> Spaces:
+        """A vector of forces."""
+        return self._env.act_space
+
+    def step(self, action: dict[str, Array]) -> dict[str, Array]:
+        """Steps, or resets."""
+        obs = self._env.step(action)
+        if not self._proprio:
+            flags = ("reward", "is_first", "is_last", "is_terminal")
+            obs = {key: obs[key] for key in flags}
+        if self._image:
+            obs["image"] = render(self._physics, self._size, self._camera)
+        return obs
+
+    def close(self) -> None:
+        """Closes the environment."""
+        self._env.close()
+
+
+def render(physics: Any, size: tuple[int, int], camera: int | str) -> np.ndarray:
+    """Draws a scene of dm_control as an image [H, W, 3] uint8."""
+    height, width = size
+    try:
+        return physics.render(height, width, camera_id=camera)
+    except (RuntimeError, ImportError, AttributeError) as error:
+        raise rendering.failure(error) from error
+
+
+def _load(task: str, seed: int) -> tuple[str, Any]:
+    """Returns the domain's name and the environment of dm_control."""
+    # Here, because it must come after the choice of how to render.
+    try:
+        from dm_control import suite
+    except (AttributeError, RuntimeError) as error:  # OpenGL cannot be loaded.
+        raise rendering.failure(error) from error
+
+    names = {f"{domain}_{name}": (domain, name) for domain, name in suite.ALL_TASKS}
+    for alias, domain in _ALIASES.items():
+        if task.startswith(f"{alias}_"):
+            task = task.replace(alias, domain, 1)
+    if task not in names:
+        raise UnknownTask.named("dmc task", task, names)
+    domain, name = names[task]
+    return domain, suite.load(domain, name, task_kwargs={"random": seed})

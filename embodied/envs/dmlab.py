@@ -1,0 +1,133 @@
+"""Levels of DeepMind Lab, in the process that steps them."""
+
+from __future__ import annotations
+
+import zlib
+
+import deepmind_lab
+import numpy as np
+
+from embodied.base import Array, Env, Spaces
+from embodied.space import Space
+
+FOLDER = "contributed/dmlab30/"
+WORDS = 16  # Of an instruction that are observed.
+CLASSES = 256  # Of hashed words; 0 stands for none.
+
+# Look left or right and up or down (pixels), strafe, move, fire, jump, crouch: the
+# nine actions of IMPALA.
+ACTIONS = (
+    (0, 0, 0, 1, 0, 0, 0),  # Forward.
+    (0, 0, 0, -1, 0, 0, 0),  # Backward.
+    (0, 0, -1, 0, 0, 0, 0),  # Strafe left.
+    (0, 0, 1, 0, 0, 0, 0),  # Strafe right.
+    (-20, 0, 0, 0, 0, 0, 0),  # Look left.
+    (20, 0, 0, 0, 0, 0, 0),  # Look right.
+    (-20, 0, 0, 1, 0, 0, 0),  # Forward and look left.
+    (20, 0, 0, 1, 0, 0, 0),  # Forward and look right.
+    (0, 0, 0, 0, 1, 0, 0),  # Fire.
+)
+
+
+class DMLab(Env):
+    """A level of DMLab-30, or any other by its path.
+
+    Args:
+      task: level such as 'explore_goal_locations_small', or a path with a slash.
+      size: height and width of images.
+      repeat: frames that each action is repeated.
+      episodic: whether the end of a level is a terminal state.
+      use_seed: whether levels get a seed that `seed` decides; if not, each run sees
+        other ones.
+      seed: see `use_seed`.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        size: tuple[int, int] = (64, 64),
+        repeat: int = 4,
+        episodic: bool = True,
+        use_seed: bool = True,
+        seed: int = 0,
+    ):
+        if repeat < 1:
+            raise ValueError(f"Expected repeat of at least 1, got {repeat}.")
+        self._size = (int(size[0]), int(size[1]))
+        self._repeat = repeat
+        self._episodic = episodic
+        self._instructed = task.rpartition("/")[2].startswith("language_")
+        self._rng = np.random.default_rng(seed) if use_seed else None
+        sensors = ["RGB_INTERLEAVED"] + ["INSTR"] * self._instructed
+        config = {"height": str(self._size[0]), "width": str(self._size[1])}
+        level = task if "/" in task else FOLDER + task
+        self._lab = deepmind_lab.Lab(level, sensors, config=config)
+        self._actions = [np.array(action, np.intc) for action in ACTIONS]
+        self._seen: dict[str, Array] = {}
+        self._done = True
+        self._closed = False
+
+    @property
+    def obs_space(self) -> Spaces:
+        """An image, and in levels about language the instruction as hashed words."""
+        words = {"instruction": Space(np.int32, (WORDS,), 0, CLASSES)}
+        return {
+            "image": Space(np.uint8, (*self._size, 3)),
+            **(words if self._instructed else {}),
+            "reward": Space(np.float32),
+            "is_first": Space(bool),
+            "is_last": Space(bool),
+            "is_terminal": Space(bool),
+        }
+
+    @property
+    def act_space(self) -> Spaces:
+        """The index of one of `ACTIONS`."""
+        return {
+            "reset": Space(bool),
+            "action": Space(np.int32, (), 0, len(self._actions)),
+        }
+
+    def step(self, action: dict[str, Array]) -> dict[str, Array]:
+        """Repeats an action, or starts the level over."""
+        if self._done or action["reset"]:
+            if self._rng is None:
+                self._lab.reset()
+            else:
+                self._lab.reset(seed=int(self._rng.integers(0, 2**31 - 1)))
+            self._done = False
+            return self._observe(0.0, is_first=True)
+        raw = self._actions[int(action["action"])]
+        reward = self._lab.step(raw, num_steps=self._repeat)
+        self._done = not self._lab.is_running()
+        return self._observe(reward)
+
+    def close(self) -> None:
+        """Ends the level."""
+        if not self._closed:
+            self._closed = True
+            self._lab.close()
+
+    def _observe(self, reward: float, is_first: bool = False) -> dict[str, Array]:
+        if not self._done:  # A level that ended has no observations any more.
+            raw = self._lab.observations()
+            self._seen = {"image": np.array(raw["RGB_INTERLEAVED"], np.uint8)}
+            if self._instructed:
+                self._seen["instruction"] = _hash_words(raw["INSTR"])
+        return {
+            **self._seen,
+            "reward": np.float32(reward),
+            "is_first": np.bool_(is_first),
+            "is_last": np.bool_(self._done),
+            "is_terminal": np.bool_(self._done and self._episodic),
+        }
+
+
+def _hash_words(text: str | bytes | np.ndarray) -> np.ndarray:
+    """Returns a class per word [WORDS] int32, zeros after the last one."""
+    text = text.item() if isinstance(text, np.ndarray) else text
+    text = text.decode() if isinstance(text, bytes) else text
+    words = np.zeros(WORDS, np.int32)
+    for index, word in enumerate(text.lower().split()[:WORDS]):
+        words[index] = zlib.crc32(word.encode()) % (CLASSES - 1) + 1
+    return words

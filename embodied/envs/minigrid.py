@@ -1,0 +1,112 @@
+"""MiniGrid's rooms seen as images, in the process that steps them."""
+
+from __future__ import annotations
+
+import gymnasium
+import minigrid  # noqa: F401  (registers its ids)
+import numpy as np
+from PIL import Image
+
+from embodied.base import Array, Env, Spaces
+from embodied.envs.registry import UnknownTask
+from embodied.space import Space
+
+_PREFIX = "MiniGrid-"
+
+
+class MiniGrid(Env):
+    """A MiniGrid task, with an image instead of its table of object types.
+
+    The mission, a sentence, is not observed: tasks whose mission varies cannot be
+    solved by more than chance.
+
+    Args:
+      task: its id without prefix and version, such as 'DoorKey-5x5', or with both.
+      size: height and width of images.
+      full: whether to show the whole grid instead of what the agent sees.
+      seed: decides the grids.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        size: tuple[int, int] = (64, 64),
+        full: bool = False,
+        seed: int = 0,
+    ):
+        self.name = _find_id(task)
+        self._env = gymnasium.make(self.name, disable_env_checker=True)
+        self._seed: int | None = seed
+        self._size = (int(size[0]), int(size[1]))
+        self._full = full
+        grid = self._env.unwrapped
+        cells = grid.width if full else grid.agent_view_size  # type: ignore[attr-defined]
+        # Drawn no smaller than it is shown.
+        self._tile = max(4, -(-max(self._size) // cells))
+        self._done = True
+
+    @property
+    def obs_space(self) -> Spaces:
+        """An image, and where the agent looks: right, down, left or up."""
+        return {
+            "image": Space(np.uint8, (*self._size, 3)),
+            "direction": Space(np.int32, (), 0, 4),
+            "reward": Space(np.float32),
+            "is_first": Space(bool),
+            "is_last": Space(bool),
+            "is_terminal": Space(bool),
+        }
+
+    @property
+    def act_space(self) -> Spaces:
+        """Turn left or right, go forward, pick up, drop, toggle, done."""
+        number = int(self._env.action_space.n)  # type: ignore[attr-defined]
+        return {"reset": Space(bool), "action": Space(np.int32, (), 0, number)}
+
+    def step(self, action: dict[str, Array]) -> dict[str, Array]:
+        """Steps, or makes a new grid."""
+        if self._done or action["reset"]:
+            obs, _ = self._env.reset(seed=self._seed)
+            self._seed = None
+            self._done = False
+            return self._observe(obs, 0.0, is_first=True)
+        obs, reward, terminated, truncated, _ = self._env.step(int(action["action"]))
+        self._done = bool(terminated or truncated)
+        return self._observe(obs, float(reward), is_terminal=bool(terminated))
+
+    def close(self) -> None:
+        """Closes the environment."""
+        self._env.close()
+
+    def _observe(
+        self,
+        obs: dict[str, Array],
+        reward: float,
+        is_first: bool = False,
+        is_terminal: bool = False,
+    ) -> dict[str, Array]:
+        grid = self._env.unwrapped
+        frame = grid.get_frame(  # type: ignore[attr-defined]
+            highlight=self._full, tile_size=self._tile, agent_pov=not self._full
+        )
+        height, width = self._size
+        image = Image.fromarray(frame).resize(
+            (width, height), Image.Resampling.BILINEAR
+        )
+        return {
+            "image": np.asarray(image),
+            "direction": np.int32(obs["direction"]),
+            "reward": np.float32(reward),
+            "is_first": np.bool_(is_first),
+            "is_last": np.bool_(self._done),
+            "is_terminal": np.bool_(is_terminal),
+        }
+
+
+def _find_id(task: str) -> str:
+    ids = [name for name in gymnasium.registry if name.startswith(_PREFIX)]
+    for name in (task, f"{_PREFIX}{task}-v0"):
+        if name in ids:
+            return name
+    short = [name.removeprefix(_PREFIX).removesuffix("-v0") for name in ids]
+    raise UnknownTask.named("minigrid task", task, short)

@@ -1,0 +1,199 @@
+"""Pin pad: a room where pads are to be stepped on in the right order.
+
+Runs in the process that steps it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from embodied.base import Env, Spaces
+from embodied.envs.registry import UnknownTask
+from embodied.space import Space
+
+WIDTH, HEIGHT = 16, 14  # Of the room in cells, walls included.
+HISTORY = 2  # Rows of cells below the room.
+PAD = 3  # Cells of a pad's side.
+REWARD = 10.0
+MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))  # Stay, up, down, left, right.
+
+# Top left cells of pads, in the order in which they are to be stepped on: around the
+# room, but never from one pad to the next beside it.
+_PLACES = {
+    "top": (1, 6),
+    "top_left": (1, 1),
+    "top_right": (1, 12),
+    "left": (5, 1),
+    "right": (5, 12),
+    "bottom_left": (10, 1),
+    "bottom": (10, 6),
+    "bottom_right": (10, 12),
+}
+_ORDERS = {
+    "three": "top_left bottom_right top_right",
+    "four": "top_left bottom_right bottom_left top_right",
+    "five": "top_left bottom_right top bottom_left top_right",
+    "six": "top_left bottom top_right bottom_left top bottom_right",
+    "seven": "top_left bottom top_right left bottom_right top bottom_left",
+    "eight": "top_left bottom top_right left bottom_right top bottom_left right",
+}
+TASKS = tuple(_ORDERS)
+
+_COLORS = np.array(
+    [
+        (230, 60, 60),
+        (60, 190, 80),
+        (70, 100, 240),
+        (240, 210, 60),
+        (200, 80, 220),
+        (60, 210, 220),
+        (245, 150, 50),
+        (150, 100, 60),
+    ],
+    np.uint8,
+)
+_WALL = (110, 110, 110)
+_FLOOR = (255, 255, 255)
+_AGENT = (0, 0, 0)
+
+
+class PinPad(Env):
+    """Step on all pads, each a colour, in an order that has to be found out.
+
+    Stepping on a pad activates it and adds it to the history, which is drawn below the
+    room and is as long as there are pads. When it shows the right order, the agent gets
+    a reward of 10, starts from another place, and the history is empty again. Nothing
+    else is rewarded.
+
+    Args:
+      task: number of pads as a word, from 'three' to 'eight'.
+      size: height and width of images, multiples of 16.
+      length: steps after which an episode is cut.
+      seed: decides where the agent starts.
+    """
+
+    def __init__(
+        self,
+        task: str = "three",
+        size: tuple[int, int] = (64, 64),
+        length: int = 10_000,
+        seed: int = 0,
+    ):
+        if task not in TASKS:
+            raise UnknownTask.named("pinpad task", task, TASKS)
+        if length < 1:
+            raise ValueError(f"Expected a length of at least 1, got {length}.")
+        rows, columns = HEIGHT + HISTORY, WIDTH
+        if size[0] < 1 or size[0] % rows or size[1] < 1 or size[1] % columns:
+            raise ValueError(
+                f"Expected a size of multiples of {rows} and {columns}, got {size}."
+            )
+        self._scale = (int(size[0]) // rows, int(size[1]) // columns)
+        self._length = length
+        self._rng = np.random.default_rng(seed)
+        self._places = [_PLACES[place] for place in _ORDERS[task].split()]
+        self._pads = _pads(self._places)
+        self._room = _room(self._pads)
+        self._free = np.argwhere(self._floor_mask() & (self._pads < 0))
+        self._history: list[int] = []
+        self._agent = (0, 0)
+        self._count = 0
+        self._done = True
+
+    @property
+    def order(self) -> tuple[tuple[int, int], ...]:
+        """Middle cells (row, column) of the pads, in the right order."""
+        half = PAD // 2
+        return tuple((row + half, column + half) for row, column in self._places)
+
+    @property
+    def agent(self) -> tuple[int, int]:
+        """The agent's cell (row, column)."""
+        return self._agent
+
+    @property
+    def obs_space(self) -> Spaces:
+        """An image."""
+        height, width = self._scale
+        shape = ((HEIGHT + HISTORY) * height, WIDTH * width, 3)
+        return {
+            "image": Space(np.uint8, shape),
+            "reward": Space(np.float32),
+            "is_first": Space(bool),
+            "is_last": Space(bool),
+            "is_terminal": Space(bool),
+        }
+
+    @property
+    def act_space(self) -> Spaces:
+        """Stay, up, down, left, right."""
+        return {
+            "reset": Space(bool),
+            "action": Space(np.int32, (), 0, len(MOVES)),
+        }
+
+    def step(self, action: dict[str, Any]) -> dict[str, Any]:
+        """Moves by one cell, or starts an episode."""
+        if self._done or action["reset"]:
+            self._count = 0
+            self._done = False
+            self._start()
+            return self._observe(0.0, is_first=True)
+        down, right = MOVES[int(action["action"])]
+        row, column = self._agent[0] + down, self._agent[1] + right
+        if self._floor_mask()[row, column]:
+            self._agent = (row, column)
+        pad = int(self._pads[self._agent])
+        if pad >= 0 and self._history[-1:] != [pad]:
+            self._history = [*self._history, pad][-len(self._places) :]
+        solved = self._history == list(range(len(self._places)))
+        if solved:
+            self._start()
+        self._count += 1
+        self._done = self._count >= self._length
+        return self._observe(REWARD if solved else 0.0)
+
+    def _start(self) -> None:
+        row, column = self._free[self._rng.integers(len(self._free))]
+        self._agent = (int(row), int(column))
+        self._history = []
+
+    def _floor_mask(self) -> np.ndarray:
+        mask = np.zeros((HEIGHT, WIDTH), bool)
+        mask[1:-1, 1:-1] = True
+        return mask
+
+    def _observe(self, reward: float, is_first: bool = False) -> dict[str, Any]:
+        cells = self._room.copy()
+        # The pad under the agent is seen by its other cells.
+        cells[self._agent] = _AGENT
+        for index, pad in enumerate(self._history):
+            cells[HEIGHT:, 2 * index : 2 * index + 2] = _COLORS[pad]
+        image = cells.repeat(self._scale[0], 0).repeat(self._scale[1], 1)
+        return {
+            "image": image,
+            "reward": np.float32(reward),
+            "is_first": np.bool_(is_first),
+            "is_last": np.bool_(self._done),
+            "is_terminal": np.bool_(False),
+        }
+
+
+def _pads(places: list[tuple[int, int]]) -> np.ndarray:
+    """Returns the index of the pad of every cell [HEIGHT, WIDTH], -1 for none."""
+    pads = np.full((HEIGHT, WIDTH), -1)
+    for index, (row, column) in enumerate(places):
+        pads[row : row + PAD, column : column + PAD] = index
+    return pads
+
+
+def _room(pads: np.ndarray) -> np.ndarray:
+    """Draws all but the agent and the history, a pixel per cell."""
+    cells = np.zeros((HEIGHT + HISTORY, WIDTH, 3), np.uint8)
+    cells[:HEIGHT] = _WALL
+    cells[1 : HEIGHT - 1, 1:-1] = _FLOOR
+    for index, color in enumerate(_COLORS[: pads.max() + 1]):
+        cells[:HEIGHT][pads == index] = color
+    return cells

@@ -1,0 +1,124 @@
+"""Games of Procgen, in the process that steps them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import procgen
+from PIL import Image
+
+from embodied.base import Array, Env, Spaces
+from embodied.envs.registry import UnknownTask
+from embodied.space import Space
+
+GAMES = (
+    *("bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun"),
+    *("dodgeball", "fruitbot", "heist", "jumper", "leaper", "maze", "miner"),
+    *("ninja", "plunder", "starpilot"),
+)
+ACTIONS = 15
+NATIVE = (64, 64)  # What the games draw for agents.
+RESIZERS = ("pillow",)
+
+
+class ProcGen(Env):
+    """A game with a new level in every episode, of the whole distribution, hard mode.
+
+    The game starts its next level by itself and shows only that, so the last
+    observation of an episode repeats the image before it.
+
+    Args:
+      task: the game, such as 'coinrun'.
+      size: height and width of images. Other than 64 x 64 they are made from the large
+        ones that the game draws for people, which takes longer.
+      resize: library that does this; 'pillow'.
+      seed: decides the levels.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        size: tuple[int, int] = (96, 96),
+        resize: str = "pillow",
+        seed: int = 0,
+    ):
+        if task not in GAMES:
+            raise UnknownTask.named("procgen game", task, GAMES)
+        if resize not in RESIZERS:
+            raise ValueError(
+                f"Expected resize to be one of {RESIZERS}, got {resize!r}."
+            )
+        self._task = task
+        self._size = (int(size[0]), int(size[1]))
+        self._large = self._size != NATIVE
+        self._rng = np.random.default_rng(seed)
+        self._env = self._make()
+        self._fresh = True  # Whether the game shows the start of a level.
+        self._done = True
+        self._image = np.zeros((*self._size, 3), np.uint8)
+
+    @property
+    def obs_space(self) -> Spaces:
+        """An image."""
+        return {
+            "image": Space(np.uint8, (*self._size, 3)),
+            "reward": Space(np.float32),
+            "is_first": Space(bool),
+            "is_last": Space(bool),
+            "is_terminal": Space(bool),
+        }
+
+    @property
+    def act_space(self) -> Spaces:
+        """The index of a combination of keys."""
+        return {"reset": Space(bool), "action": Space(np.int32, (), 0, ACTIONS)}
+
+    def step(self, action: dict[str, Array]) -> dict[str, Array]:
+        """Steps, or starts a level."""
+        if self._done or action["reset"]:
+            if not self._fresh:
+                # Games cannot be told to start over.
+                self._env.close()
+                self._env = self._make()
+            _, obs, _ = self._env.observe()
+            self._image = self._draw(obs)
+            self._done = False
+            self._fresh = False
+            return self._observe(0.0, is_first=True)
+        self._env.act(np.array([action["action"]], np.int32))
+        rewards, obs, firsts = self._env.observe()
+        self._done = self._fresh = bool(firsts[0])
+        if not self._done:
+            self._image = self._draw(obs)
+        return self._observe(float(rewards[0]))
+
+    def close(self) -> None:
+        """Closes the game."""
+        self._env.close()
+
+    def _make(self) -> Any:
+        return procgen.ProcgenGym3Env(
+            num=1,
+            env_name=self._task,
+            rand_seed=int(self._rng.integers(0, 2**31 - 1)),
+            num_threads=0,
+            distribution_mode="hard",
+            render_mode="rgb_array" if self._large else None,
+        )
+
+    def _draw(self, obs: dict[str, Array]) -> np.ndarray:
+        if not self._large:
+            return np.array(obs["rgb"][0])
+        image = Image.fromarray(self._env.get_info()[0]["rgb"])
+        height, width = self._size
+        return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+
+    def _observe(self, reward: float, is_first: bool = False) -> dict[str, Array]:
+        return {
+            "image": self._image,
+            "reward": np.float32(reward),
+            "is_first": np.bool_(is_first),
+            "is_last": np.bool_(self._done),
+            "is_terminal": np.bool_(self._done),
+        }

@@ -1,0 +1,65 @@
+"""Chooses how MuJoCo renders on machines without a display; in the env's process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+VARIABLE = "MUJOCO_GL"
+_LIBRARIES = {
+    "egl": ("libEGL.so.1", "libEGL.so"),
+    "osmesa": ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so"),
+}
+
+
+class RenderingUnavailable(RuntimeError):
+    """Images of a MuJoCo scene cannot be drawn on this machine."""
+
+
+def choose_backend(images: bool) -> None:
+    """Sets MUJOCO_GL before MuJoCo's packages are imported, where it must be.
+
+    On Linux without a display they need EGL or OSMesa, and fail at import where a
+    library is missing. A variable that is set already is left alone.
+
+    Args:
+      images: whether images are needed; if not, no library is needed either.
+    """
+    if not sys.platform.startswith("linux") or os.environ.get("DISPLAY"):
+        return
+    if os.environ.get(VARIABLE):
+        return
+    found = [name for name, files in _LIBRARIES.items() if _loads(files)]
+    if found:
+        os.environ[VARIABLE] = found[0]
+    elif not images:
+        os.environ[VARIABLE] = "disable"
+    else:
+        raise RenderingUnavailable(
+            "Expected libEGL or libOSMesa, to draw images without a display, got "
+            "neither. Install one of them, such as with apt install libegl1 or "
+            "libosmesa6, or turn images off."
+        )
+
+
+def failure(error: BaseException) -> RenderingUnavailable:
+    """Returns the error of a MuJoCo package that could not render."""
+    backend = os.environ.get(VARIABLE) or "chosen by MuJoCo"
+    reason = f"{type(error).__name__}: {error}".rstrip(".")
+    return RenderingUnavailable(
+        f"Expected MuJoCo to render with {VARIABLE} {backend}, got {reason}. "
+        f"Set {VARIABLE} to egl (apt install libegl1, or the driver of the "
+        "accelerator), osmesa (apt install libosmesa6) or, with a display, glfw; or "
+        "turn images off."
+    )
+
+
+def _loads(files: tuple[str, ...]) -> bool:
+    for file in files:
+        try:
+            ctypes.CDLL(file)
+        except OSError:
+            continue
+        return True
+    return False

@@ -1,0 +1,79 @@
+"""Convolutions that halve or double maps, without maps of twice the size.
+
+Agent process. Accelerators are slow at convolutions with few channels on large maps.
+Both functions compute the same as the plain way, but on the smaller map, where four
+neighbouring pixels are four groups of channels.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from embodied.jax.nets import Array, Conv
+
+LAYOUT = ("NHWC", "HWIO", "NHWC")
+
+
+def pooled_conv(conv: Conv, x: Array) -> Array:
+    """Convolves maps [..., 2H, 2W, C] and takes the largest of each 2x2 square."""
+    *lead, height, width, channels = x.shape
+    x = x.reshape((-1, height // 2, 2, width // 2, 2, channels))
+    x = jnp.moveaxis(x, 2, 3).reshape((-1, height // 2, width // 2, 4 * channels))
+    pick, padding = _pick_pixels(conv.kernel.shape[0])
+    # Offsets p q, input pixels s t, output pixels a b, taps u v.
+    kernel = jnp.einsum(
+        "psau,qtbv,uvco->pqstcabo", pick, pick, conv.kernel, precision="highest"
+    )
+    kernel = kernel.reshape((*kernel.shape[:2], 4 * channels, -1))
+    x = _convolve(x, kernel, padding, conv.dtype)
+    x = x.reshape((*x.shape[:-1], 4, -1)).max(-2) + conv.bias.astype(conv.dtype)
+    return x.reshape((*lead, *x.shape[1:]))
+
+
+def doubled_conv(conv: Conv, x: Array) -> Array:
+    """Repeats the pixels of maps [..., H, W, C] to 2H and 2W, and convolves."""
+    *lead, height, width, channels = x.shape
+    x = x.reshape((-1, height, width, channels))
+    pick, padding = _pick_pixels(conv.kernel.shape[0])
+    pick = pick.sum(1)  # Both input pixels of a place are the same.
+    kernel = jnp.einsum(
+        "pau,qbv,uvco->pqcabo", pick, pick, conv.kernel, precision="highest"
+    )
+    kernel = kernel.reshape((*kernel.shape[:3], -1))
+    x = _convolve(x, kernel, padding, conv.dtype)
+    x = x.reshape((-1, height, width, 2, 2, conv.bias.size))
+    x = jnp.moveaxis(x, 3, 2) + conv.bias.astype(conv.dtype)
+    return x.reshape((*lead, 2 * height, 2 * width, -1))
+
+
+def _convolve(x: Array, kernel: Array, padding: tuple[int, int], dtype: str) -> Array:
+    return jax.lax.conv_general_dilated(
+        x.astype(dtype),
+        kernel.astype(dtype),
+        (1, 1),
+        (padding, padding),
+        dimension_numbers=LAYOUT,
+    )
+
+
+def _pick_pixels(size: int) -> tuple[np.ndarray, tuple[int, int]]:
+    """Says which tap of a kernel meets which pixel, along one axis.
+
+    Tap u of a kernel that is centred at pixel a of a pair (0 or 1) meets pixel
+    r = a + u - before, where `before` is the padding: pixel r mod 2 of the pair that
+    is r // 2 further on.
+
+    Returns:
+      [offsets, input pixel, output pixel, taps], one where they meet, else zero; and
+      the padding of the smaller map before and after.
+    """
+    before = (size - 1) // 2
+    first, last = -before // 2, (size - before) // 2
+    pick = np.zeros((last - first + 1, 2, 2, size), np.float32)
+    for pixel in range(2):
+        for tap in range(size):
+            place = pixel + tap - before
+            pick[place // 2 - first, place % 2, pixel, tap] = 1
+    return pick, (-first, last)

@@ -1,0 +1,184 @@
+"""What a process uses: processor, memory, accelerator. Any process that logs.
+
+    usage = Usage(args.usage)
+    logger.add(usage.result(), prefix='usage/replay')     # Now and then.
+
+One class for each source that `run.usage` can turn on.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import statistics
+import subprocess
+import threading
+import tracemalloc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import psutil
+
+GIGABYTE = 1024**3
+MEGABYTE = 1024**2
+TOP_LINES = 5  # Of code that allocates the most.
+QUERY = ("utilization.gpu", "memory.used", "memory.total", "temperature.gpu")
+QUERY_SECONDS = 10.0
+
+
+class Usage:
+    """Everything that the settings ask for. Belongs to one thread.
+
+    Args:
+      settings: the block `run.usage`: psutil, nvsmi, gputil, malloc and gc.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]):
+        makers: dict[str, Callable[[], Any]] = {
+            "psutil": _Process,
+            "nvsmi": _Accelerators,
+            "gputil": _Loads,
+            "malloc": _Allocations,
+            "gc": _Objects,
+        }
+        self._sources = {
+            name: make() for name, make in makers.items() if settings.get(name)
+        }
+
+    def result(self) -> dict[str, Any]:
+        """Returns what is used, and nothing where it is not asked for."""
+        return {
+            f"{source}/{name}": value
+            for source, meter in self._sources.items()
+            for name, value in meter.result().items()
+        }
+
+
+class _Process:
+    """Processor and memory of this process.
+
+    - `proc_cpu_usage`: cores in use since the last call, on average.
+    - `proc_ram_gb`: resident memory.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._process.cpu_percent()  # Measures from here on.
+
+    def result(self) -> dict[str, float]:
+        """Returns the use since the last call."""
+        return {
+            "proc_cpu_usage": self._process.cpu_percent() / 100,
+            "proc_ram_gb": self._process.memory_info().rss / GIGABYTE,
+            "proc_threads": self._process.num_threads(),
+            "proc_files": self._process.num_fds(),
+        }
+
+
+class NvidiaSmi:
+    """Asks nvidia-smi in the background, since it takes a while to answer.
+
+    `_lock` guards the answer and whether a question is open.
+    """
+
+    def __init__(self) -> None:
+        self._path = shutil.which("nvidia-smi")
+        self._lock = threading.Lock()
+        self._asking = False
+        self._rows: list[list[float]] = []
+
+    def rows(self) -> list[list[float]]:
+        """Returns the last answer, a row of `QUERY` per device, and asks again."""
+        with self._lock:
+            if self._path is not None and not self._asking:
+                self._asking = True
+                threading.Thread(
+                    target=self._ask, name="nvidia-smi", daemon=True
+                ).start()
+            return self._rows
+
+    def _ask(self) -> None:
+        command = [str(self._path), f"--query-gpu={','.join(QUERY)}"]
+        command.append("--format=csv,noheader,nounits")
+        rows: list[list[float]] = []
+        try:
+            answer = subprocess.run(
+                command, capture_output=True, text=True, timeout=QUERY_SECONDS
+            )
+            for line in answer.stdout.splitlines():
+                rows.append([float(value) for value in line.split(",")])
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            rows = []  # No device, or one that does not tell: nothing to log.
+        with self._lock:
+            self._rows = [row for row in rows if len(row) == len(QUERY)]
+            self._asking = False
+
+
+class _Accelerators:
+    """All devices together: utilisation and memory, between 0 and 1."""
+
+    def __init__(self) -> None:
+        self._smi = NvidiaSmi()
+        self._smi.rows()  # For the first call to have an answer.
+
+    def result(self) -> dict[str, float]:
+        """Returns means and extremes over the devices."""
+        rows = self._smi.rows()
+        if not rows:
+            return {}
+        compute = [row[0] / 100 for row in rows]
+        memory = [row[1] / row[2] for row in rows if row[2]]
+        return {
+            "compute_avg": statistics.fmean(compute),
+            "compute_min": min(compute),
+            "compute_max": max(compute),
+            "memory_avg": statistics.fmean(memory) if memory else 0.0,
+            "temperature_max": max(row[3] for row in rows),
+        }
+
+
+class _Loads:
+    """Each device by itself."""
+
+    def __init__(self) -> None:
+        self._smi = NvidiaSmi()
+        self._smi.rows()
+
+    def result(self) -> dict[str, float]:
+        """Returns load and memory of every device."""
+        metrics: dict[str, float] = {}
+        for index, (load, used, total, _) in enumerate(self._smi.rows()):
+            metrics[f"gpu{index}_load"] = load / 100
+            metrics[f"gpu{index}_memory"] = used / total if total else 0.0
+        return metrics
+
+
+class _Allocations:
+    """Memory that Python has allocated, and the lines that did; slows it down."""
+
+    def __init__(self) -> None:
+        if not tracemalloc.is_tracing():
+            tracemalloc.start()
+
+    def result(self) -> dict[str, Any]:
+        """Returns sizes, and the lines with the most memory as text."""
+        size, peak = tracemalloc.get_traced_memory()
+        top = tracemalloc.take_snapshot().statistics("lineno")[:TOP_LINES]
+        return {
+            "total_mb": size / MEGABYTE,
+            "peak_mb": peak / MEGABYTE,
+            "top": "\n".join(str(line) for line in top),
+        }
+
+
+class _Objects:
+    """What the garbage collector tracks; slow with many objects."""
+
+    def result(self) -> dict[str, float]:
+        """Returns the number of objects, and how often they were collected."""
+        collections = sum(entry["collections"] for entry in gc.get_stats())
+        return {
+            "objects": len(gc.get_objects()),
+            "collections": collections,
+            "garbage": len(gc.garbage),
+        }

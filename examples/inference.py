@@ -1,0 +1,57 @@
+"""Plays episodes with the policy of a run.
+
+    python examples/inference.py logdir/demo
+    python examples/inference.py logdir/demo --episodes 5 --greedy
+
+The policy needs neither the replay of the run nor its environments: put an environment
+of your own in place of `make_env`. Observations are dicts of what `policy.obs_space`
+lists; `reward`, `is_last` and so on need not be among them.
+"""
+
+import argparse
+
+import numpy as np
+
+import dreamerv3
+from dreamerv3.config import run_config
+from dreamerv3.main import make_env
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("logdir", help="of a run that has a checkpoint")
+    parser.add_argument("--episodes", type=int, default=1)
+    parser.add_argument("--greedy", action="store_true", help="do not sample actions")
+    parser.add_argument("--platform", default="auto", help="cpu, cuda or tpu")
+    args = parser.parse_args()
+
+    sample = False if args.greedy else None
+    policy = dreamerv3.load(args.logdir, platform=args.platform, sample=sample)
+    print(f"The agent of step {policy.step}")
+    print(f"  sees {', '.join(policy.obs_space)}")
+    print(f"  decides on {', '.join(policy.act_space)}")
+
+    # The environment that the run was trained in, wrapped as it was there.
+    env = make_env(run_config(args.logdir), 0)
+    for episode in range(args.episodes):
+        score, length = play(env, policy)
+        print(f"Episode {episode + 1}: score {score:.4g}, length {length}")
+    env.close()
+
+
+def play(env, policy):
+    """Plays one episode; returns the sum of rewards and the number of actions."""
+    nothing = {key: np.zeros(x.shape, x.dtype) for key, x in env.act_space.items()}
+    obs = env.step({**nothing, "reset": True})
+    policy.reset()
+    score, length = 0.0, 0
+    while not obs["is_last"]:
+        action = policy.act(obs)
+        obs = env.step({**action, "reset": False})
+        score += float(obs["reward"])
+        length += 1
+    return score, length
+
+
+if __name__ == "__main__":
+    main()

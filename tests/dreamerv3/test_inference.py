@@ -1,0 +1,491 @@
+"""Policies of checkpoints: what they need, what they see, what they return."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import agent_testing as testing
+import elements
+import gymnasium
+import jax
+import numpy as np
+import pytest
+from dreamer_testing import make_config
+from hypothesis import given
+from hypothesis import strategies as st
+from inference_testing import Task, save_run
+from program_testing import compilation_cache
+
+import dreamerv3
+from dreamerv3.acting import ActingAgent
+from dreamerv3.config import ConfigError, load_config, read_config
+from dreamerv3.conversion import ActionConverter
+from dreamerv3.inference import Policy
+from dreamerv3.main import main
+from dreamerv3.spaces import spaces_from_tree, spaces_to_tree
+from embodied import Space, wrappers
+from embodied.checkpoint import CheckpointError
+
+EXAMPLE = Path(__file__).parents[2] / "examples/inference.py"
+ACT_SPACE = {k: v for k, v in testing.ACT_SPACE.items() if k != "reset"}
+OBS_SPACE = testing.OBS_SPACE
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache(tmp_path_factory):
+    with compilation_cache(tmp_path_factory.mktemp("cache")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """An agent with its logdir."""
+    logdir = tmp_path_factory.mktemp("run")
+    return save_run(logdir), logdir
+
+
+def observations(count, batch=None):
+    rng = np.random.default_rng(1)
+    lead = () if batch is None else (batch,)
+    for _ in range(count):
+        yield {
+            "vector": rng.normal(size=(*lead, 3)).astype(np.float32),
+            "token": rng.integers(0, 4, lead).astype(np.int32),
+        }
+
+
+def test_importing_the_package_imports_no_jax():
+    code = "import dreamerv3, sys; assert not {'jax', 'equinox'} & set(sys.modules)"
+    code += "; from dreamerv3 import load; print(load.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "load\n"
+    with pytest.raises(AttributeError, match="'laod'"):
+        _ = dreamerv3.laod
+
+
+@pytest.mark.parametrize("batch", [None, 3])
+def test_it_acts_like_the_agent_that_was_saved(run, batch):
+    agent, logdir = run
+    carry = agent.init_policy(batch or 1)
+    policy = dreamerv3.load(logdir, batch=batch)
+    agent._acting.calls = 0  # Seeds are counted from there.
+    for index, obs in enumerate(observations(5, batch)):
+        found = policy.act(obs)
+        rows = {k: x if batch else x[None] for k, x in obs.items()}
+        first = np.full(batch or 1, index == 0)
+        carry, expected, _ = agent.policy(carry, {**rows, "is_first": first}, "eval")
+        assert found.keys() == expected.keys() == ACT_SPACE.keys()
+        for key, value in expected.items():
+            value = value if batch else value[0]
+            value = np.clip(value, -1, 1) if key == "force" else value
+            # Programs that are compiled differently may round differently.
+            np.testing.assert_allclose(found[key], value, 1e-5, 1e-6, strict=True)
+            assert batch or found[key] in ACT_SPACE[key]
+
+
+@pytest.mark.parametrize("folder", ["", "ckpt", "ckpt/agent"])
+def test_logdirs_and_checkpoints_are_found(run, folder):
+    policy = dreamerv3.load(run[1] / folder)
+    assert policy.step == 7
+    assert sorted(policy.obs_space) == ["token", "vector"]
+    assert policy.act_space == ACT_SPACE
+
+
+def test_neither_replay_nor_environment_is_needed(run, tmp_path, monkeypatch):
+    _, logdir = run
+    shutil.copytree(logdir, tmp_path / "run")
+    config = tmp_path / "run/config.yaml"
+    text = config.read_text().replace("inference_testing:Task", "atari_pong")
+    config.write_text(text)
+    policy = dreamerv3.load(tmp_path / "run")
+    assert policy.act(next(observations(1)))["move"] in range(3)
+
+
+def test_only_what_acting_needs_is_on_the_device(run):
+    agent, logdir = run
+    saved = agent.save()
+    before = {id(x) for x in jax.live_arrays()}
+    policy = dreamerv3.load(logdir)
+    new = sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
+    del policy
+    needed = [
+        x.nbytes
+        for name, x in saved["params"].items()
+        if name.startswith(("enc/", "dyn/", "pol/")) and "prior" not in name
+    ]
+    assert sum(needed) <= new < 1.2 * sum(needed)
+    whole = [x.nbytes for x in [*saved["params"].values(), *saved["opt"].values()]]
+    assert new < sum(whole) / 3
+
+
+def test_actions_are_sampled_or_the_most_likely_ones(run):
+    obs = {"vector": np.zeros((3, 3), np.float32), "token": np.zeros(3, np.int32)}
+    spread = {}
+    for sample in (True, False):
+        policy = dreamerv3.load(run[1], sample=sample, batch=3)
+        forces = []
+        for _ in range(20):
+            policy.reset()
+            forces.append(policy.act(obs)["force"])
+        spread[sample] = np.std(forces)
+    # States are sampled in any case.
+    assert spread[False] < 0.1 < 0.3 < spread[True]
+
+
+def test_seeds_decide_the_actions(run):
+    obs = next(observations(1))
+    forces = [dreamerv3.load(run[1], seed=seed).act(obs)["force"] for seed in (1, 2)]
+    assert not np.array_equal(*forces)
+
+
+def test_checkpoints_without_spaces_take_those_of_the_task(tmp_path):
+    save_run(tmp_path, without=["spaces"])
+    policy = dreamerv3.load(tmp_path)
+    assert policy.act_space.keys() == ACT_SPACE.keys()
+    assert policy.act(next(observations(1)))["force"].shape == (2,)
+
+
+def test_configurations_of_other_versions_are_taken(run, tmp_path):
+    shutil.copytree(run[1], tmp_path / "run")
+    path = tmp_path / "run/config.yaml"
+    lines = path.read_text().splitlines()
+    kept = [line for line in lines if "eval_mode" not in line]
+    assert len(kept) == len(lines) - 1
+    path.write_text("\n".join([*kept, "key_of_another_version: 3"]))
+    assert dreamerv3.load(tmp_path / "run").step == 7
+
+
+class TestErrors:
+    def test_no_checkpoint(self, tmp_path):
+        for path, words in ((tmp_path, "has no checkpoint"), ("/x/y", "not exist")):
+            with pytest.raises(CheckpointError, match=words):
+                dreamerv3.load(path)
+
+    def test_a_checkpoint_of_the_reference_has_to_be_imported(self):
+        with pytest.raises(CheckpointError, match="--script import_checkpoint"):
+            dreamerv3.load(testing.GOLDEN / "reference_checkpoint")
+
+    def test_no_config(self, run, tmp_path):
+        shutil.copytree(run[1], tmp_path / "run")
+        (tmp_path / "run/config.yaml").unlink()
+        with pytest.raises(ConfigError, match=r"which has no config.yaml"):
+            dreamerv3.load(tmp_path / "run")
+
+    def test_a_config_of_other_sizes(self, run, tmp_path):
+        shutil.copytree(run[1], tmp_path / "run")
+        path = tmp_path / "run/config.yaml"
+        path.write_text(path.read_text().replace("deter: 16", "deter: 32"))
+        with pytest.raises(CheckpointError, match=r"does not fit.*Other shapes: dyn/"):
+            dreamerv3.load(tmp_path / "run")
+
+    def test_a_config_with_values_that_are_not_allowed(self, run, tmp_path):
+        shutil.copytree(run[1], tmp_path / "run")
+        path = tmp_path / "run/config.yaml"
+        path.write_text(path.read_text().replace("deter: 16", "deter: many"))
+        with pytest.raises(ConfigError, match=r"config.yaml: agent.dyn.rssm.deter"):
+            dreamerv3.load(tmp_path / "run")
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"mode": "test"}, "mode eval or train, got 'test'"),
+            ({"batch": 0}, "batch of at least 1, or None, got 0"),
+            ({"platform": "toaster"}, "jax.platform: expected one of"),
+            ({"act_space": {}}, "spaces of force, got none"),
+            ({"act_space": {"force": Space("f4", 3, 0, 1)}}, r"shape \(2,\)"),
+        ],
+    )
+    def test_arguments(self, run, options, words):
+        with pytest.raises(ValueError, match=words):
+            dreamerv3.load(run[1], **options)
+
+    def test_acting_before_anything_was_loaded(self):
+        agent = ActingAgent(OBS_SPACE, ACT_SPACE, make_config())
+        obs = {**next(observations(1, 2)), "is_first": np.ones(2, bool)}
+        with pytest.raises(RuntimeError, match="Call load first"):
+            agent.policy(agent.init_policy(2), obs)
+
+
+def test_weights_that_the_regex_leaves_out_are_random(run):
+    saved = run[0].save()
+    agent = ActingAgent(OBS_SPACE, ACT_SPACE, make_config(), seed=5)
+    agent.load(saved, "(?!pol/)")
+    names = list(agent._leaves)
+    found = dict(zip(names, agent._parameters.newest()))
+    same = {n for n in names if np.array_equal(found[n], saved["params"][n])}
+    assert {n for n in names if not n.startswith("pol/")} <= same
+    assert "pol/mlp/linear0/kernel" not in same
+    with pytest.raises(ValueError, match="matches none"):
+        agent.load(saved, "val/")
+    del saved["params"]["pol/mlp/linear0/kernel"]
+    with pytest.raises(ValueError, match="Missing: pol/mlp/linear0/kernel"):
+        agent.load(saved, ".*")
+
+
+class Noting:
+    """Counts steps of each row in its carry, and acts beyond bounds."""
+
+    def __init__(self):
+        self.seen = []
+
+    def init_policy(self, batch_size):
+        return np.zeros(batch_size, int)
+
+    def policy(self, carry, obs, mode="train"):
+        self.seen.append(obs)
+        carry = np.where(obs["is_first"], 1, carry + 1)
+        force = np.stack([carry, -carry], 1).astype(np.float32) / 2
+        return carry, {"force": force, "move": carry.astype(np.int32)}, {}
+
+
+def make_policy(batch=None, **options):
+    return Policy(Noting(), OBS_SPACE, ACT_SPACE, batch=batch, **options)
+
+
+OBS = {"vector": np.zeros(3, np.float32), "token": 1}
+ROWS = {"vector": np.zeros((3, 3), np.float32), "token": [0, 1, 2]}
+
+
+class TestActing:
+    def test_episodes_begin_after_reset(self):
+        policy = make_policy()
+        counts = []
+        for step in range(6):
+            if step in (2, 5):
+                policy.reset()
+            counts.append(policy.act(OBS)["move"])
+        assert counts == [1, 2, 1, 2, 3, 1]
+
+    def test_is_first_begins_one_too(self):
+        policy = make_policy()
+        flags = [False, False, True, np.bool_(False)]
+        found = [policy.act({**OBS, "is_first": x})["move"] for x in flags]
+        assert found == [1, 2, 1, 2]
+
+    @pytest.mark.parametrize("rows", [[False, True, True], [1, 2], np.array([2, 1])])
+    def test_rows_of_a_batch_begin_apart(self, rows):
+        policy = make_policy(batch=3)
+        policy.act(ROWS)
+        policy.reset(rows)
+        assert policy.act(ROWS)["move"].tolist() == [2, 1, 1]
+        policy.reset([])
+        assert policy.act(ROWS)["move"].tolist() == [3, 2, 2]
+        policy.reset()
+        assert policy.act(ROWS)["move"].tolist() == [1, 1, 1]
+
+    @pytest.mark.parametrize("rows", [[3], [-1], [True], [0.5], ["a"]])
+    def test_rows_that_are_none_are_refused(self, rows):
+        with pytest.raises(ValueError, match="reset expected a mask or indices"):
+            make_policy(batch=3).reset(rows)
+        with pytest.raises(ValueError, match="give no rows"):
+            make_policy().reset(rows)
+
+    def test_values_are_as_for_one_environment_or_for_a_batch(self):
+        action = make_policy().act(OBS)
+        assert isinstance(action["move"], np.int32)
+        assert action["force"].shape == (2,)
+        actions = make_policy(batch=3).act(ROWS)
+        assert actions["move"].shape == (3,)
+        assert actions["force"].shape == (3, 2)
+
+    def test_continuous_actions_are_clipped(self):
+        policy = make_policy()
+        forces = [policy.act(OBS)["force"] for _ in range(3)]
+        expected = np.array([[0.5, -0.5], [1, -1], [1, -1]], np.float32)
+        np.testing.assert_array_equal(forces, expected, strict=True)
+
+    def test_the_agent_sees_its_spaces_and_nothing_else(self):
+        policy = make_policy()
+        obs = {"vector": [1, 2, 3], "token": np.int64(2)}
+        policy.act({**obs, "log/x": 1, "reward": "much", "is_last": None})
+        (seen,) = policy._agent.seen
+        assert sorted(seen) == ["is_first", "token", "vector"]
+        expected = np.array([[1, 2, 3]], np.float32)
+        np.testing.assert_array_equal(seen["vector"], expected, strict=True)
+        np.testing.assert_array_equal(seen["token"], np.array([2], "i4"), strict=True)
+
+    def test_missing_values_pass(self):
+        policy = make_policy()
+        policy.act({"vector": [-np.inf, 0, np.nan], "token": -1})
+        assert policy._agent.seen[0]["token"] == -1
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"token": None}, "'token' as int32"),
+            ({"token": 4}, "'token' .* within 0 to 3"),
+            ({"token": -2}, "'token' .* within 0 to 3"),
+            ({"token": 1.5}, "'token' .* within 0 to 3"),
+            ({"token": 2**40}, "'token' .* within 0 to 3"),
+            ({"token": [1]}, r"'token' as int32 of shape \(\)"),
+            ({"vector": np.zeros((1, 3))}, r"'vector' as float32 of shape \(3,\)"),
+            ({"vector": ["a", "b", "c"]}, "'vector' as float32"),
+            ({"is_first": [True]}, r"'is_first' as bool of shape \(\)"),
+            ({"is_first": 3}, "'is_first' as bool"),
+        ],
+    )
+    def test_values_that_do_not_fit_are_named(self, change, words):
+        with pytest.raises(ValueError, match=f"act expected {words}"):
+            make_policy().act({**OBS, **change})
+
+    def test_missing_keys_are_named(self):
+        words = "observations vector, token, got reward, token: vector is missing"
+        with pytest.raises(ValueError, match=words):
+            make_policy().act({"token": 1, "reward": 0.0})
+        with pytest.raises(ValueError, match="got none: token, vector is missing"):
+            make_policy().act({})
+
+    def test_images_are_not_cast_from_other_scales(self):
+        spaces = {"image": Space(np.uint8, (2, 2, 3))}
+        policy = Policy(Noting(), spaces, ACT_SPACE)
+        policy.act({"image": np.full((2, 2, 3), 255)})
+        for image in (np.full((2, 2, 3), 0.5), np.full((2, 2, 3), 256)):
+            with pytest.raises(ValueError, match="'image' as uint8"):
+                policy.act({"image": image})
+
+
+LOW, HIGH = np.array([-2.0, 0]), np.array([2.0, 10])
+BOUNDS = {"force": gymnasium.spaces.Box(LOW, HIGH, dtype=np.float64)}
+
+
+class TestBounds:
+    def test_actions_are_scaled_to_the_bounds_of_the_environment(self):
+        converter = ActionConverter(ACT_SPACE, BOUNDS)
+        policy = make_policy(converter=converter)
+        actions = [policy.act(OBS) for _ in range(2)]
+        forces = np.array([action["force"] for action in actions])
+        np.testing.assert_allclose(forces, [[1, 2.5], [2, 0]])
+        assert forces.dtype == BOUNDS["force"].dtype
+        assert [action["move"] for action in actions] == [1, 2]
+        assert policy.act_space["move"] == ACT_SPACE["move"]
+        np.testing.assert_array_equal(policy.act_space["force"].high, [2, 10])
+
+    def test_they_are_those_of_a_wrapped_environment(self):
+        taken = []
+
+        wide = Space(np.float32, 2, -3, 7)
+
+        class Wide(Task):
+            @property
+            def act_space(self):
+                return {**super().act_space, "force": wide}
+
+            def step(self, action):
+                taken.append(action["force"])
+                return super().step(action)
+
+        env = wrappers.wrap(Wide())
+        converter = ActionConverter(ACT_SPACE, {"force": wide})
+        rng = np.random.default_rng(0)
+        forces = rng.uniform(-1, 1, (20, 2)).astype(np.float32)
+        for force in forces:
+            env.step({"force": force, "move": np.int32(0), "reset": np.bool_(False)})
+        found = converter({"force": forces})["force"]
+        np.testing.assert_array_equal(found, taken, strict=True)
+
+
+@given(
+    st.sampled_from(["f4", "i4", "u1", "bool"]),
+    st.lists(st.integers(1, 4), max_size=3),
+    st.lists(st.integers(0, 100), min_size=2, max_size=2, unique=True),
+    st.booleans(),
+)
+def test_spaces_come_back(dtype, shape, bounds, differ):
+    low, high = sorted(bounds)
+    low, high = (False, True) if dtype == "bool" else (low, high)
+    low = np.broadcast_to(low, shape).copy()
+    if differ and dtype == "f4":
+        low -= np.arange(low.size).reshape(shape)
+    space = Space(dtype, tuple(shape), low, high)
+    plain = Space(dtype, tuple(shape))
+    tree = spaces_to_tree({"a": space, "b": plain, "c": elements.Space(np.int32, 3)})
+    found = spaces_from_tree(tree)
+    assert found["a"] == space
+    assert found["b"] == plain
+    assert found["c"] == Space.of(elements.Space(np.int32, 3))
+
+
+SMALL = ["--configs", "debug", "--task", "grid_reach", "--random_agent", "True"]
+SMALL += ["--logger.outputs", "jsonl", "--run.envs", "2", "--run.eval_envs", "0"]
+
+
+class TestPrograms:
+    def train(self, logdir, *argv):
+        steps = ["--run.steps", "60", "--batch_size", "2"]
+        assert main([*SMALL, *steps, "--logdir", str(logdir), *argv]) == 0
+
+    def test_eval_only_needs_nothing_but_the_logdir(self, tmp_path, capsys):
+        self.train(tmp_path)
+        saved = read_config(tmp_path / "config.yaml")
+        argv = ["--script", "eval_only", "--logdir", str(tmp_path)]
+        assert main([*argv, "--run.eval_eps", "3"]) == 0
+        shown = capsys.readouterr().out
+        assert "Evaluating in 2 environments of grid_reach" in shown
+        assert "3 episodes of the agent of step 60" in shown
+        result = json.loads((tmp_path / "eval/60.json").read_text())
+        assert result["episodes"] == 3
+        assert (tmp_path / "eval/60-image.gif").read_bytes().startswith(b"GIF89a")
+        assert read_config(tmp_path / "config.yaml") == saved
+        assert main(argv) == 0, "again, with the default of one episode"
+        assert json.loads((tmp_path / "eval/60.json").read_text())["episodes"] == 1
+
+    @pytest.mark.parametrize("folder", ["", "ckpt", "ckpt/agent"])
+    def test_eval_only_takes_the_settings_of_another_run(self, tmp_path, folder):
+        self.train(tmp_path / "run", "--seed", "3")
+        source = ["--run.from_checkpoint", str(tmp_path / "run" / folder)]
+        argv = ["--script=eval_only", *source, "--logdir", str(tmp_path / "eval")]
+        config = load_config([*argv, "--run.envs", "1"])
+        assert (config.task, config.seed, config.random_agent) == (
+            "grid_reach",
+            3,
+            True,
+        )
+        assert (config.run.envs, config.run.steps) == (1, 10**10)
+        assert config.logdir == str(tmp_path / "eval")
+
+    def test_other_programs_do_not(self, tmp_path):
+        self.train(tmp_path)
+        assert load_config(["--logdir", str(tmp_path)]).task == "dummy_disc"
+
+    def test_without_a_checkpoint_the_flags_to_give_are_named(self, tmp_path, capsys):
+        assert main(["--script", "eval_only", "--logdir", str(tmp_path)]) == 2
+        message = capsys.readouterr().err
+        assert "run.from_checkpoint" in message and "--logdir" in message
+
+    def test_a_learning_agent_is_evaluated_without_its_training(
+        self, run, tmp_path, monkeypatch, capsys
+    ):
+        argv = ["--script", "eval_only", "--run.from_checkpoint", str(run[1])]
+        argv += ["--logdir", str(tmp_path), "--run.eval_eps", "2", "--run.envs", "1"]
+        monkeypatch.setattr("dreamerv3.main.make_agent", None)
+        assert main(argv) == 0
+        result = json.loads((tmp_path / "eval/7.json").read_text())
+        assert result["scores"] == [5.0, 5.0]
+
+    def test_the_policy_of_a_random_agent_can_be_loaded(self, tmp_path):
+        self.train(tmp_path)
+        policy = dreamerv3.load(tmp_path)
+        assert policy.step == 60
+        obs = {key: space.sample(0) for key, space in policy.obs_space.items()}
+        assert policy.act(obs)["action"] in policy.act_space["action"]
+
+    def test_the_example_plays_episodes(self, tmp_path):
+        self.train(tmp_path)
+        assert len(EXAMPLE.read_text().splitlines()) < 80
+        done = subprocess.run(
+            [sys.executable, "-W", "error", EXAMPLE, tmp_path, "--episodes", "2"],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "The agent of step 60" in done.stdout
+        assert "sees image" in done.stdout and "Episode 2: score" in done.stdout

@@ -1,0 +1,64 @@
+"""Convolutions on the smaller map equal the plain way."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from embodied.jax.nets import Conv
+from embodied.jax.resampling import doubled_conv, pooled_conv
+
+
+def make_conv(size, inputs, outputs, seed=0):
+    rng = np.random.default_rng(seed)
+    kernel = rng.standard_normal((size, size, inputs, outputs), np.float32)
+    bias = rng.standard_normal(outputs, np.float32)
+    return Conv(jnp.asarray(kernel), jnp.asarray(bias), "float32")
+
+
+def plain_pooled(conv, x):
+    x = conv(x)
+    *lead, height, width, channels = x.shape
+    x = x.reshape((*lead, height // 2, 2, width // 2, 2, channels))
+    return x.max((-4, -2))
+
+
+def plain_doubled(conv, x):
+    return conv(x.repeat(2, -3).repeat(2, -2))
+
+
+CASES = [(pooled_conv, plain_pooled), (doubled_conv, plain_doubled)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize(("ours", "plain"), CASES)
+def test_outputs_equal_the_plain_way(ours, plain, size):
+    conv = make_conv(size, 3, 5)
+    x = np.random.default_rng(1).standard_normal((2, 3, 8, 12, 3), np.float32)
+    result, expected = ours(conv, x), plain(conv, x)
+    assert result.shape == expected.shape
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("ours", "plain"), CASES)
+def test_gradients_equal_the_plain_way(ours, plain):
+    conv = make_conv(5, 2, 4)
+    x = np.random.default_rng(1).standard_normal((2, 8, 8, 2), np.float32)
+
+    def gradients(function):
+        return jax.grad(lambda conv, x: jnp.sin(function(conv, x)).sum(), (0, 1))(
+            conv, x
+        )
+
+    result, expected = jax.tree.leaves(gradients(ours)), gradients(plain)
+    for one, other in zip(result, jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("ours", [pooled_conv, doubled_conv])
+def test_the_compute_dtype_is_kept(ours):
+    conv = make_conv(5, 3, 4)
+    conv = Conv(conv.kernel, conv.bias, "bfloat16")
+    assert ours(conv, np.zeros((2, 8, 8, 3), np.float32)).dtype == jnp.bfloat16

@@ -1,0 +1,269 @@
+"""Fakes for roles without connections: a client, an agent, a small task's data."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import elements
+import numpy as np
+
+import embodied
+from embodied.replay import Replay
+from embodied.rpc.future import Future
+from embodied.streams import Consec, Stateless
+
+WAIT = 30.0  # Seconds; far above what anything takes, also on a busy machine.
+
+DEFAULTS = {
+    "steps": 200,
+    "duration": 0.0,
+    "train_ratio": 8.0,
+    "log_every": 0.0,
+    "report_every": 0.0,
+    "save_every": 0.0,
+    "envs": 2,
+    "eval_envs": 1,
+    "report_batches": 2,
+    "actor_threads": 1,
+    "actor_batch": -1,
+    "episode_timeout": 180.0,
+    "usage": {"psutil": False},
+    "keep": 3,
+    "batch_size": 2,
+    "batch_length": 4,
+    "report_length": 2,
+    "consec_train": 1,
+    "consec_report": 3,
+    "replay_context": 1,
+    "actor_addr": "localhost:{auto}",
+    "replay_addr": "localhost:{auto}",
+    "logger_addr": "localhost:{auto}",
+    "env_offset": 0,
+    "envs_per_worker": 1,
+    "transport": "zmq",
+    "keyfile": "",
+    "insecure": False,
+}
+
+
+def make_args(**changes):
+    return elements.Config({**DEFAULTS, **changes})
+
+
+def make_future(name="call"):
+    def block(future, timeout):
+        future.block(None if timeout is None else time.monotonic() + timeout)
+
+    return Future(name, block)
+
+
+class FakeClient:
+    """Answers calls at once, except for those of `held` methods.
+
+    Args:
+      held: methods whose futures the test completes; see `open`.
+      answers: by method, what is returned, or raised if it is an error, or a function.
+    """
+
+    def __init__(self, held=(), **answers):
+        self.addr = "fake:1"
+        self.calls = []  # (method, arguments)
+        self.open = []  # Futures of held methods.
+        self.rows = []
+        self._held = held
+        self._answers = answers
+
+    def call(self, method, *arguments, rows=0):
+        future = make_future(method)
+        self.calls.append((method, arguments))
+        self.rows.append(rows)
+        answer = self._answers.get(method)
+        if callable(answer):
+            answer = answer(*arguments)
+        if method in self._held:
+            self.open.append(future)
+        elif isinstance(answer, Exception):
+            future.set_error(answer)
+        else:
+            future.set_result(answer)
+        return future
+
+    def __getattr__(self, method):
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return lambda *arguments: self.call(method, *arguments)
+
+    def stats(self):
+        return {"calls": len(self.calls)}
+
+    def sent(self, method):
+        """The arguments of all calls of a method."""
+        return [arguments for name, arguments in self.calls if name == method]
+
+
+class CountingAgent(embodied.Agent):
+    """Its action is how many steps of the episode it remembers."""
+
+    def __init__(self):
+        self.seen = []  # (mode, keys) of every policy call.
+        self.trained = []
+        self.reported = []
+        self.outputs = {}
+        self.closed = 0
+
+    def init_policy(self, batch_size):
+        return {"memory": (np.zeros(batch_size, np.int32), None)}
+
+    def init_train(self, batch_size):
+        return 0
+
+    def init_report(self, batch_size):
+        return 0
+
+    def policy(self, carry, obs, mode="train"):
+        self.seen.append((mode, sorted(obs)))
+        count = np.where(obs["is_first"], 0, carry["memory"][0]) + 1
+        actions = {"action": count.astype(np.int32)}
+        return {"memory": (count, None)}, actions, {"dyn/deter": count * 10.0}
+
+    def train(self, carry, batch):
+        self.trained.append((carry, batch))
+        return carry + 1, dict(self.outputs), {"loss": np.float32(len(self.trained))}
+
+    def report(self, carry, batch):
+        self.reported.append((carry, batch))
+        return carry + 1, {"value": np.float32(batch["value"])}
+
+    def stream(self, st):
+        try:
+            yield from st
+        finally:
+            self.closed += 1
+
+    def save(self):
+        return {}
+
+    def load(self, data, regex=None):
+        pass
+
+
+def observations(envids, is_eval=False, **changes):
+    """What the actor gets of some envs, in the middle of an episode."""
+    size = len(envids)
+    return {
+        "image": np.full((size, 2, 2, 3), 7, np.uint8),
+        "reward": np.ones(size, np.float32),
+        "is_first": np.zeros(size, bool),
+        "is_last": np.zeros(size, bool),
+        "is_terminal": np.zeros(size, bool),
+        "log/count": np.arange(size, dtype=np.float32),
+        "envid": np.array(envids, np.int32),
+        "is_eval": np.full(size, is_eval),
+        **{key: np.asarray(value) for key, value in changes.items()},
+    }
+
+
+def transitions(envids, index, is_eval=False):
+    """What the replay gets of some envs at a step of theirs."""
+    size = len(envids)
+    return {
+        "value": np.full(size, index, np.int32),
+        "reward": np.ones(size, np.float32),
+        "is_first": np.full(size, index == 0),
+        "is_last": np.zeros(size, bool),
+        "is_terminal": np.zeros(size, bool),
+        "dyn/deter": np.full((size, 2), index, np.float32),
+        "envid": np.array(envids, np.int32),
+        "is_eval": np.broadcast_to(np.asarray(is_eval), size),
+    }
+
+
+def make_replay(args, training=True, **kwargs):
+    steps = (
+        args.consec_train * args.batch_length
+        if training
+        else args.consec_report * args.report_length
+    )
+    context = args.replay_context
+    return Replay(steps + context, capacity=1000, context=context, **kwargs)
+
+
+def make_stream(args):
+    def make(replay, mode):
+        training = mode == "train"
+        return Consec(
+            Stateless(replay.sample, args.batch_size, mode),
+            length=args.batch_length if training else args.report_length,
+            consec=args.consec_train if training else args.consec_report,
+            prefix=args.replay_context,
+            strict=training,
+            contiguous=True,
+        )
+
+    return make
+
+
+class Notes:
+    """Has what roles need of a logger, and keeps what it gets."""
+
+    def __init__(self):
+        self.step = elements.Counter()
+        self.rows = []
+        self.writes = 0
+        self.closed = False
+
+    def add(self, mapping, prefix=None):
+        for name, value in mapping.items():
+            name = f"{prefix}/{name}" if prefix else name
+            self.rows.append((int(self.step), name, value))
+
+    def write(self):
+        self.writes += 1
+
+    def close(self):
+        self.closed = True
+
+    def values(self, name):
+        return [value for _, found, value in self.rows if found == name]
+
+
+class Background:
+    """Runs a function in a thread; leaving the block waits for it.
+
+    with Background(role.add_batch, batch) as task:
+      ...
+    assert task.result is None
+    """
+
+    def __init__(self, function, *arguments):
+        self.result = self.error = None
+        self._thread = threading.Thread(target=self._run, args=(function, arguments))
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self.join()
+
+    @property
+    def running(self):
+        return self._thread.is_alive()
+
+    def join(self, seconds=WAIT):
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), "The thread did not end."
+
+    def _run(self, function, arguments):
+        try:
+            self.result = function(*arguments)
+        except BaseException as error:
+            self.error = error
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline, "The condition did not come true."
+        time.sleep(0.005)

@@ -1,0 +1,225 @@
+"""The actor without its server."""
+
+import logging
+
+import numpy as np
+import pytest
+from role_testing import Background, CountingAgent, FakeClient, observations
+
+from embodied.rpc import Disconnected
+from embodied.run.parallel.actor import Actor, RunOver
+
+
+class Setting:
+    """An actor whose clients are fakes."""
+
+    def __init__(self, envs=4, agent=None, replay=None, **kwargs):
+        self.agent = agent or CountingAgent()
+        self.replay = replay or FakeClient()
+        self.logger = FakeClient()
+        self.fatal = []
+        self.actor = Actor(
+            self.agent,
+            self.replay,
+            self.logger,
+            envs,
+            on_fatal=self.fatal.append,
+            **kwargs,
+        )
+
+    def step(self, envids, **changes):
+        """Acts and publishes; returns the actions."""
+        reply, message = self.actor.act(observations(envids, **changes))
+        self.actor.publish(message)
+        return reply["action"].tolist()
+
+    def stored(self):
+        return self.replay.sent("add_batch")[-1][0]
+
+    def logged(self):
+        return self.logger.sent("tran")[-1][0]
+
+
+class TestAct:
+    def test_reset_is_the_last_step(self):
+        reply, _ = Setting().actor.act(observations([0, 1], is_last=[True, False]))
+        assert set(reply) == {"action", "reset"}
+        assert reply["reset"].tolist() == [True, False]
+
+    def test_every_env_has_its_own_memory(self):
+        setting = Setting()
+        assert setting.step([0, 1]) == [1, 1]
+        assert setting.step([1, 2]) == [2, 1]
+        assert setting.step([2, 1, 0]) == [2, 3, 2]
+        assert setting.step([0, 1], is_first=[True, False]) == [1, 4]
+
+    def test_log_keys_reach_the_logger_alone(self):
+        setting = Setting()
+        setting.step([0])
+        (_, keys), *_ = setting.agent.seen
+        assert "log/count" not in keys and "envid" not in keys and "is_eval" not in keys
+        assert "log/count" not in setting.stored()
+        assert setting.logged()["log/count"].tolist() == [0]
+
+    def test_evaluation_is_told_to_the_policy(self):
+        setting = Setting()
+        setting.step([0])
+        setting.step([1], is_eval=True)
+        assert [mode for mode, _ in setting.agent.seen] == ["train", "eval"]
+        assert setting.stored()["is_eval"].tolist() == [True]
+
+    def test_a_new_env_begins_anew_for_policy_and_replay_but_not_for_the_logger(self):
+        setting = Setting()
+        setting.step([0, 1], is_first=[False, True])
+        assert setting.stored()["is_first"].tolist() == [True, True]
+        assert setting.logged()["is_first"].tolist() == [False, True]
+        setting.step([0, 1])
+        assert setting.stored()["is_first"].tolist() == [False, False]
+
+    def test_the_replay_gets_observations_actions_and_outputs(self):
+        setting = Setting()
+        setting.step([3, 1])
+        stored = setting.stored()
+        assert stored["envid"].tolist() == [3, 1]
+        assert stored["action"].tolist() == [1, 1]
+        assert stored["dyn/deter"].tolist() == [10.0, 10.0]
+        assert stored["image"].shape == (2, 2, 2, 3)
+        assert "reset" not in stored
+
+    def test_the_logger_gets_no_images_but_those_of_one_env(self):
+        setting = Setting()
+        setting.step([5, 3])
+        setting.step([4])
+        messages = [arguments[0] for arguments in setting.logger.sent("tran")]
+        assert all("image" not in message for message in messages)
+        assert messages[0]["image_envid"].tolist() == [3]
+        assert messages[0]["images"]["image"].shape == (1, 2, 2, 3)
+        assert "images" not in messages[1]
+        assert "dyn/deter" not in messages[0] and "action" not in messages[0]
+
+    def test_two_workers_with_the_same_env_harm_nobody(self):
+        setting = Setting()
+        assert setting.step([0, 1, 0]) == [1, 1, 2]
+        assert setting.stored()["is_first"].tolist() == [True, True, False]
+        assert setting.step([1]) == [2]
+
+    def test_more_envs_than_expected_begin_anew(self, caplog):
+        setting = Setting(envs=2)
+        with caplog.at_level(logging.INFO, "embodied.run"):
+            assert setting.step([0, 1]) == [1, 1]
+            assert setting.step([0, 1, 2]) == [1, 1, 1]
+        assert "more environments than expected" in caplog.text
+        assert setting.stored()["is_first"].tolist() == [True, True, True]
+        assert setting.step([0, 1, 2]) == [2, 2, 2]
+
+    def test_an_env_that_left_begins_anew(self):
+        setting = Setting()
+        setting.step([0, 1])
+        setting.actor.leave([0, 17])
+        assert setting.actor.stats()["parallel/envs"] == 1
+        assert setting.step([0, 1]) == [1, 2]
+
+    def test_another_env_is_filmed_when_the_first_has_left(self):
+        setting = Setting()
+        setting.step([0, 1])
+        setting.actor.leave([0])
+        setting.step([1])
+        assert setting.logged()["image_envid"].tolist() == [1]
+
+    def test_threads_do_not_disturb_each_other(self):
+        setting = Setting(envs=8)
+
+        def run(envids):
+            return [
+                setting.actor.act(observations(envids))[0]["action"].tolist()
+                for _ in range(200)
+            ]
+
+        tasks = [Background(run, envids) for envids in ([0, 1], [2], [3, 4, 5], [6])]
+        for task in tasks:
+            task.__enter__()
+        for task, size in zip(tasks, (2, 1, 3, 1)):
+            task.join()
+            assert task.error is None
+            assert task.result == [[step] * size for step in range(1, 201)]
+
+    def test_workers_are_sent_away_at_the_end(self):
+        setting = Setting()
+        setting.actor.over = True
+        with pytest.raises(RunOver):
+            setting.actor.act(observations([0]))
+
+    @pytest.mark.parametrize("key", ["envid", "is_eval", "reward", "is_last"])
+    def test_what_is_missing_is_named(self, key):
+        obs = observations([0])
+        del obs[key]
+        with pytest.raises(ValueError, match=key):
+            Setting().actor.act(obs)
+
+    def test_mistakes_of_a_worker_are_not_fatal(self):
+        class Picky(CountingAgent):
+            def policy(self, carry, obs, mode="train"):
+                raise ValueError("wrong shape")
+
+        setting = Setting(agent=Picky())
+        with pytest.raises(ValueError, match="wrong shape"):
+            setting.actor.act(observations([0]))
+        assert setting.fatal == []
+
+    def test_failures_of_the_agent_are_fatal(self):
+        class Broken(CountingAgent):
+            def policy(self, carry, obs, mode="train"):
+                raise MemoryError("device")
+
+        setting = Setting(agent=Broken())
+        with pytest.raises(MemoryError):
+            setting.actor.act(observations([0]))
+        assert [type(error) for error in setting.fatal] == [MemoryError]
+
+
+class TestPublish:
+    def test_a_batch_that_was_not_stored_is_not_continued(self, caplog):
+        answers = iter([None, RuntimeError("full"), None, None])
+        replay = FakeClient(add_batch=lambda batch: next(answers))
+        setting = Setting(replay=replay)
+        setting.step([0, 1])
+        setting.step([0])
+        assert "did not take a batch: full" in caplog.text
+        setting.step([0, 1])
+        assert setting.stored()["is_first"].tolist() == [True, False]
+
+    def test_after_the_end_lost_connections_do_not_matter(self):
+        def gone(batch):
+            raise Disconnected("closed")
+
+        setting = Setting(replay=FakeClient(add_batch=gone))
+        _, message = setting.actor.act(observations([0]))
+        with pytest.raises(Disconnected):
+            setting.actor.publish(message)
+        setting.actor.over = True
+        setting.actor.publish(message)
+
+    def test_statistics_are_sent_when_it_is_time(self):
+        setting = Setting(log_every=-1, server_stats=lambda: {"queue": 3})
+        setting.step([0, 1])
+        (metrics,) = setting.logger.sent("add")[0]
+        assert metrics["fps/policy"] > 0 and metrics["parallel/envs"] == 2
+        assert metrics["server/actor/queue"] == 3
+        assert metrics["client/actor_replay/calls"] == 1
+        assert 0 <= metrics["timer/actor/policy"] <= 1
+
+    def test_progress_is_told_of_every_batch(self):
+        told = []
+        setting = Setting(progress=lambda: told.append(1))
+        setting.step([0])
+        setting.step([0])
+        assert len(told) == 2
+
+
+def test_images_are_found_by_dtype_and_shape():
+    setting = Setting()
+    _, message = setting.actor.act(
+        observations([0], flat=np.zeros((1, 3), np.uint8), depth=np.zeros((1, 2, 2, 1)))
+    )
+    setting.actor.publish(message)
+    assert set(setting.logged()["images"]) == {"image"}

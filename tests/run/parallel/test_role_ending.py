@@ -1,0 +1,83 @@
+"""How actor and learner begin, end and fail together."""
+
+import threading
+
+import pytest
+from role_testing import Background
+
+from embodied.run.parallel.ending import Ending
+
+
+def sides():
+    barrier = threading.Barrier(2)
+    return Ending(barrier, "actor", "learner"), Ending(barrier, "learner", "actor")
+
+
+def run(ending, *, fail=None):
+    with ending:
+        ending.meet()
+        if fail:
+            raise fail
+        ending.meet()
+
+
+def test_both_meet_twice():
+    actor, learner = sides()
+    with Background(run, actor) as one, Background(run, learner) as two:
+        pass
+    assert one.error is None and two.error is None
+    assert not actor.broken
+    actor.check()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_other_side_fails_with_the_error_of_the_first(first):
+    pair = sides()
+    names = ("actor", "learner")
+    error = ValueError("cannot be restored")
+    called = []
+    pair[1 - first].on_failure(lambda: called.append(1))
+
+    def fail():
+        with pair[first]:
+            pair[first].meet()
+            raise error
+
+    with Background(fail) as failing, Background(run, pair[1 - first]) as waiting:
+        pass
+    assert failing.error is error
+    assert isinstance(waiting.error, RuntimeError)
+    assert waiting.error.__cause__ is error
+    message = f"The {names[1 - first]} ends because the {names[first]} failed"
+    assert message in str(waiting.error)
+    assert called and all(side.broken for side in pair)
+
+
+def test_a_failure_before_the_other_side_has_come():
+    actor, learner = sides()
+    with pytest.raises(ValueError, match="early"):
+        with learner:
+            raise ValueError("early")
+    with pytest.raises(RuntimeError, match="learner failed: early"):
+        actor.meet()
+
+
+def test_the_first_error_counts():
+    actor, learner = sides()
+    actor.fail(ValueError("first"))
+    learner.fail(ValueError("second"))
+    with pytest.raises(ValueError, match="first"):
+        actor.check()
+    with pytest.raises(RuntimeError, match="actor failed: first"):
+        learner.check()
+
+
+def test_a_side_that_does_not_come_is_a_timeout():
+    _, learner = sides()
+    with pytest.raises(TimeoutError, match="The learner waited 0.01 s for the actor"):
+        learner.meet(0.01)
+
+
+def test_the_barrier_is_one_of_two():
+    with pytest.raises(ValueError, match="barrier of 2, got 3"):
+        Ending(threading.Barrier(3), "actor", "learner")

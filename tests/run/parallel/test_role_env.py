@@ -1,0 +1,126 @@
+"""Env workers without their connection."""
+
+import numpy as np
+import pytest
+from role_testing import FakeClient
+
+import embodied
+from embodied.rpc import RemoteError
+from embodied.run.parallel import wiring
+from embodied.run.parallel.env import EnvWorker, Half, worker_name
+
+
+class Task(embodied.Env):
+    """Its observation is the last action, and what it was told of a reset."""
+
+    def __init__(self, index, **changes):
+        self.index = index
+        self.closed = False
+        self._changes = changes
+
+    @property
+    def obs_space(self):
+        return {
+            "seen": embodied.Space(np.int32, 2),
+            "reward": embodied.Space(np.float32),
+            "is_first": embodied.Space(bool),
+            "is_last": embodied.Space(bool),
+            "is_terminal": embodied.Space(bool),
+        }
+
+    @property
+    def act_space(self):
+        return {
+            "action": embodied.Space(np.int32, (), 0, 100),
+            "reset": embodied.Space(bool),
+        }
+
+    def step(self, action):
+        obs = {
+            "seen": [action["action"], action["reset"]],
+            "reward": 1.0,
+            "is_first": bool(action["reset"]),
+            "is_last": False,
+            "is_terminal": False,
+            **self._changes,
+        }
+        return {key: value for key, value in obs.items() if value is not None}
+
+    def close(self):
+        self.closed = True
+
+
+class TestHalf:
+    def test_it_begins_with_a_reset_and_takes_actions(self):
+        half = Half(Task, [3, 4], is_eval=True)
+        first = half.step()
+        assert first["seen"].tolist() == [[0, 1], [0, 1]]
+        assert first["envid"].tolist() == [3, 4] and first["is_eval"].all()
+        assert first["reward"].dtype == np.float32
+        half.actions = {"action": np.array([5, 6]), "reset": np.array([False, True])}
+        assert half.step()["seen"].tolist() == [[5, 0], [6, 1]]
+
+    def test_one_environment_is_not_a_stack(self):
+        obs = Half(Task, [3], is_eval=False).step()
+        assert obs["seen"].shape == (2,) and obs["envid"].shape == ()
+        assert int(obs["envid"]) == 3 and not obs["is_eval"]
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"is_last": None}, "Env 1 expected to return .* is_last is missing"),
+            ({"seen": [1, 2, 3]}, r"Env 1 expected 'seen' of shape \(2,\), got \(3,\)"),
+        ],
+    )
+    def test_what_does_not_fit_the_spaces_is_refused(self, changes, words):
+        half = Half(
+            lambda index: Task(index, **changes if index else {}), [0, 1], False
+        )
+        with pytest.raises(wiring.RoleError, match=words):
+            half.step()
+
+    def test_all_are_closed_when_one_cannot_be_made(self):
+        made = []
+
+        def make(index):
+            if index == 2:
+                raise OSError("no such game")
+            made.append(Task(index))
+            return made[-1]
+
+        with pytest.raises(OSError, match="no such game"):
+            Half(make, [0, 1, 2], False)
+        assert len(made) == 2 and all(env.closed for env in made)
+
+
+class TestWorker:
+    def test_one_half_steps_while_the_other_waits(self):
+        client = FakeClient(held=["act"])
+        halves = [Half(Task, [0, 1], False), Half(Task, [2], False)]
+        worker = EnvWorker(halves, client)
+        assert len(client.open) == 2 and client.rows == [2, 0]
+        reply = {"action": np.array([7, 8]), "reset": np.zeros(2, bool)}
+        client.open[0].set_result(reply)
+        assert worker.step()
+        # The first half has asked again before the second had its answer.
+        assert len(client.open) == 3 and not client.open[1].done()
+        assert client.calls[2][1][0]["seen"].tolist() == [[7, 0], [8, 0]]
+        reply = {"action": np.int32(9), "reset": np.bool_(True)}
+        client.open[1].set_result(reply)
+        assert worker.step()
+        assert client.calls[3][1][0]["seen"].tolist() == [9, 1]
+        assert client.calls[3][1][0]["envid"] == 2
+
+    def test_it_ends_when_the_run_is_over(self):
+        client = FakeClient(act=RemoteError("exception", "over", "RunOver"))
+        assert not EnvWorker([Half(Task, [0], False)], client).step()
+
+    def test_other_errors_are_raised(self):
+        client = FakeClient(act=RemoteError("exception", "bad", "ValueError"))
+        with pytest.raises(RemoteError, match="bad"):
+            EnvWorker([Half(Task, [0], False)], client).step()
+
+
+def test_names_of_workers():
+    assert worker_name([3]) == "env-3"
+    assert worker_name([0, 1, 2]) == "env-0-2"

@@ -1,0 +1,139 @@
+"""The learner without its connections, and its stream of batches."""
+
+import pytest
+from role_testing import Background, CountingAgent, FakeClient, make_args, wait_until
+
+from embodied.run.parallel.learner import Learner
+from embodied.run.parallel.streams import RemoteStream
+
+
+def make_learner(batches=(), agent=None, replay=None, **changes):
+    agent = agent or CountingAgent()
+    replay, logger = replay or FakeClient(), FakeClient()
+    args = make_args(**changes)
+    return Learner(agent, iter(batches), replay, logger, args), agent, replay, logger
+
+
+class TestStep:
+    def test_batches_are_trained_on_in_order(self):
+        learner, agent, _, _ = make_learner([{"x": 1}, {"x": 2}])
+        learner.step()
+        learner.step()
+        assert agent.trained == [(0, {"x": 1}), (1, {"x": 2})]
+        assert learner.updates == 2
+        with pytest.raises(StopIteration):
+            learner.step()
+        assert learner.updates == 2
+
+    def test_what_the_agent_has_for_the_replay_is_sent(self):
+        learner, agent, replay, _ = make_learner([{}, {}])
+        learner.step()
+        assert replay.calls == []
+        agent.outputs = {"replay": {"stepid": 1}}
+        learner.step()
+        assert replay.calls == [("update", ({"stepid": 1},))]
+
+    def test_an_update_that_was_not_taken_is_told(self, caplog):
+        replay = FakeClient(update=RuntimeError("no such step"))
+        learner, agent, _, _ = make_learner([{}, {}], replay=replay)
+        agent.outputs = {"replay": {}}
+        learner.step()
+        learner.step()
+        assert (
+            "The replay did not take what the learner sent: no such step" in caplog.text
+        )
+        assert learner.updates == 2
+
+    def test_what_the_agent_still_works_on_is_waited_for(self):
+        class Late(CountingAgent):
+            def flush(self):
+                return {"replay": {"stepid": 9}}, {"loss": 100.0}
+
+        learner, _, replay, logger = make_learner(agent=Late())
+        learner.flush()
+        learner.log()
+        assert replay.sent("update") == [({"stepid": 9},)]
+        assert logger.sent("add")[0][0]["train/loss"] == 100.0
+
+
+class TestMetrics:
+    def test_means_since_the_last_time_are_sent(self):
+        learner, _, _, logger = make_learner([{}] * 3)
+        for _ in range(3):
+            learner.step()
+        learner.log()
+        (metrics,) = logger.sent("add")[0]
+        assert metrics["train/loss"] == 2.0
+        assert metrics["fps/train"] == pytest.approx(
+            metrics["parallel/updates_per_second"] * 2 * 4
+        )
+        assert 0 <= metrics["timer/learner/train"] <= 1
+        assert metrics["client/learner_replay/calls"] == 0
+        learner.log()
+        assert "train/loss" not in logger.sent("add")[1][0]
+
+
+class TestReport:
+    @pytest.mark.parametrize("source", ["report", "eval"])
+    def test_so_many_fresh_batches_with_one_carry(self, source):
+        numbers = iter(range(100))
+        answer = {f"sample_batch_{source}": lambda _: {"value": next(numbers)}}
+        learner, agent, replay, logger = make_learner(replay=FakeClient(**answer))
+        opened = []
+        learner.report(source, opened.append)
+        # Of consec_report 3 times report_batches 2.
+        assert replay.calls == [(f"sample_batch_{source}", (i,)) for i in range(6)]
+        assert agent.reported == [(i, {"value": i}) for i in range(6)]
+        assert logger.sent("add") == [({f"{source}/value": 2.5},)]
+        assert opened[0].closed and agent.closed == 1
+
+    def test_nothing_to_sample_is_an_empty_report(self):
+        replay = FakeClient(sample_batch_eval={})
+        learner, agent, _, logger = make_learner(replay=replay)
+        learner.report("eval", lambda stream: None)
+        assert agent.reported == []
+        assert logger.sent("add") == [({},)]
+
+
+class TestStream:
+    def test_calls_are_made_ahead_and_numbered(self):
+        client = FakeClient(sample_batch_train=lambda number: {"number": number})
+        stream = RemoteStream(client, "train", ahead=2)
+        assert next(stream) == {"number": 0}
+        assert client.calls == [("sample_batch_train", (i,)) for i in range(3)]
+        assert next(stream) == {"number": 1}
+        assert len(client.calls) == 4
+
+    def test_batches_keep_their_order(self):
+        client = FakeClient(held=["sample_batch_train"])
+        stream = RemoteStream(client, "train", ahead=1)
+        with Background(next, stream) as task:
+            wait_until(lambda: len(client.open) == 2)
+            client.open[1].set_result({"number": 1})
+            assert task.running
+            client.open[0].set_result({"number": 0})
+        assert task.result == {"number": 0}
+        assert next(stream) == {"number": 1}
+
+    def test_it_ends_after_the_count(self):
+        client = FakeClient(sample_batch_report={"x": 1})
+        stream = RemoteStream(client, "report", ahead=5, count=3)
+        assert list(stream) == [{"x": 1}] * 3
+        assert len(client.calls) == 3
+
+    def test_closing_ends_a_wait(self):
+        client = FakeClient(held=["sample_batch_train"])
+        stream = RemoteStream(client, "train")
+        with Background(next, stream) as task:
+            wait_until(lambda: client.open)
+            assert task.running
+            stream.close()
+        assert isinstance(task.error, StopIteration)
+        assert stream.waiting.share() > 0
+        with pytest.raises(StopIteration):
+            next(stream)
+
+    def test_an_error_is_raised(self):
+        client = FakeClient(sample_batch_train=RuntimeError("broken"))
+        with pytest.raises(RuntimeError, match="broken"):
+            next(RemoteStream(client, "train"))

@@ -1,0 +1,141 @@
+"""The logger role without its server."""
+
+import numpy as np
+import pytest
+from role_testing import Background, Notes, make_args, wait_until
+
+from embodied.rpc import Unanswered
+from embodied.run.parallel.logger import LoggerRole
+
+
+def make_role(**changes):
+    notes = Notes()
+    return LoggerRole(notes, make_args(**changes)), notes
+
+
+def batch(envids, is_eval=False, reward=1.0, first=False, last=False, **more):
+    size = len(envids)
+    return {
+        "reward": np.full(size, reward, np.float32),
+        "is_first": np.full(size, first),
+        "is_last": np.full(size, last),
+        "envid": np.array(envids, np.int32),
+        "is_eval": np.broadcast_to(np.asarray(is_eval), size),
+        **more,
+    }
+
+
+class TestSteps:
+    def test_only_training_counts(self):
+        role, notes = make_role()
+        assert role.tran(batch([0, 1, 2], is_eval=[False, True, False])) == 2
+        assert role.tran(batch([1], is_eval=True)) == 2
+        assert int(notes.step) == 2
+
+    def test_a_wait_ends_with_the_step(self):
+        role, _ = make_role()
+        assert role.wait_step(0) == 0
+        with Background(role.wait_step, 3) as task:
+            role.tran(batch([0, 1]))
+            role.tran(batch([7], is_eval=True))
+            assert task.running
+            role.tran(batch([0, 1]))
+        assert task.result == 4
+
+    def test_closing_ends_a_wait_without_an_answer(self):
+        role, notes = make_role()
+        with Background(role.wait_step, 3) as task:
+            role.close()
+        assert isinstance(task.error, Unanswered)
+        assert notes.closed and notes.writes
+
+    def test_the_step_comes_back(self):
+        role, _ = make_role()
+        role.tran(batch([0, 1, 2]))
+        other, notes = make_role()
+        other.load(role.save())
+        assert int(notes.step) == 3
+        assert other.tran(batch([0])) == 4
+
+
+class TestEpisodes:
+    def play(self, role, envids, is_eval, reward, **more):
+        role.tran(batch(envids, is_eval, 0.0, first=True, **more))
+        role.tran(batch(envids, is_eval, reward, **more))
+        role.tran(batch(envids, is_eval, reward, last=True, **more))
+
+    def test_scores_of_training_and_evaluation_are_apart(self):
+        role, notes = make_role()
+        self.play(role, [0], False, 1.0)
+        self.play(role, [0], True, 5.0)
+        assert notes.values("episode/score") == [2.0]
+        assert notes.values("eval_episode/score") == [10.0]
+        assert notes.values("episode/length") == [2]
+
+    def test_log_keys_are_summarised(self):
+        role, notes = make_role()
+        self.play(role, [0], False, 1.0, **{"log/found": np.array([3.0], np.float32)})
+        role.close()
+        assert notes.values("epstats/log/found/sum") == [9.0]
+        assert notes.values("epstats/log/found/max") == [3.0]
+
+    def test_the_filmed_env_becomes_a_video(self):
+        role, notes = make_role()
+        images = {"image": np.full((1, 4, 4, 3), 9, np.uint8)}
+        film = {"images": images, "image_envid": np.array([1], np.int32)}
+        self.play(role, [0, 1], False, 1.0, **film)
+        role.close()
+        (video,) = notes.values("epstats/policy_image")
+        assert video.shape == (3, 4, 4, 3) and (video == 9).all()
+
+
+class TestWriting:
+    def test_metrics_are_added_and_written_when_it_is_time(self):
+        role, notes = make_role(log_every=-1)
+        role.add({"train/loss": 2.0})
+        assert notes.values("train/loss") == [2.0] and notes.writes == 1
+        role, notes = make_role(log_every=0)
+        role.add({"train/loss": 2.0})
+        assert notes.writes == 0
+        role.save()
+        assert notes.writes == 1
+
+    def test_rates_are_of_training_steps(self):
+        role, notes = make_role(log_every=-1)
+        role.tran(batch([7], is_eval=True))
+        assert notes.values("fps/env") == []
+        role.tran(batch([0, 1]))
+        (rate,) = notes.values("fps/env")
+        assert rate > 0
+
+    def test_the_bottleneck_is_named(self):
+        role, notes = make_role(log_every=-1)
+        role.add({"timer/learner/wait": 0.01})
+        role.tran(batch([0]))
+        (line,) = notes.values("parallel/bottleneck")
+        assert line.startswith("learner: ")
+
+    def test_several_threads(self):
+        role, notes = make_role(log_every=-1)
+
+        def run(envid):
+            for _ in range(100):
+                role.tran(batch([envid]))
+                role.add({"x": 1.0})
+
+        tasks = [Background(run, envid) for envid in range(4)]
+        for task in tasks:
+            task.__enter__()
+        for task in tasks:
+            task.join()
+            assert task.error is None
+        wait_until(lambda: int(notes.step) == 400)
+        assert len(notes.values("x")) == 400
+
+
+def test_transitions_that_do_not_fit_are_refused():
+    role, _ = make_role()
+    with pytest.raises(KeyError, match="envid"):
+        role.tran({"reward": np.zeros(1)})
+    with pytest.raises(ValueError, match="reward"):
+        role.tran({**batch([0, 1]), "reward": np.zeros(3, np.float32)})

@@ -1,0 +1,185 @@
+"""The replay role without its server."""
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+from role_testing import (
+    WAIT,
+    Background,
+    make_args,
+    make_replay,
+    make_stream,
+    transitions,
+    wait_until,
+)
+
+from embodied.rpc import Unanswered
+from embodied.run.parallel.replay import CALLS, LIMITER, ReplayRole
+
+# Of 8 trained steps a step in batches of 2 times 4: one batch a step.
+BATCH = 2
+
+
+def make_role(folder=None, **changes):
+    args = make_args(**changes)
+    folders = [folder and folder / name for name in ("replay", "replay_eval")]
+    return ReplayRole(
+        make_replay(args, directory=folders[0]),
+        make_replay(args, training=False, directory=folders[1]),
+        make_stream(args),
+        args,
+    )
+
+
+def fill(role, count, envids=(0,), is_eval=False, start=0):
+    for index in range(start, start + count):
+        role.add_batch(transitions(list(envids), index, is_eval))
+
+
+def save(role, trained=0, paused=contextlib.nullcontext):
+    return role.save(trained, paused, lambda: {"calls": 1})
+
+
+class TestInserts:
+    def test_rows_go_to_the_replay_of_their_kind(self):
+        role = make_role(train_ratio=0.0)
+        for index in range(20):
+            role.add_batch(transitions([5, 6], index, is_eval=[False, True]))
+        stats = role.stats()
+        assert stats["replay/steps"] == stats["replay_eval/steps"] == 20
+        batch = role.sample_batch_train()
+        assert set(batch) >= {"value", "stepid", "consec"}
+        assert not {"envid", "is_eval"} & set(batch)
+
+    def test_evaluation_bypasses_the_limiter(self):
+        role = make_role()
+        fill(role, 8)
+        inserts = role.limiter.stats()["inserts"]
+        with Background(fill, role, 100, (1,), True) as task:
+            task.join()
+        assert role.limiter.stats()["inserts"] == inserts
+        assert role.stats()["replay_eval/steps"] == 100
+
+    def test_training_is_held_back_until_it_is_trained_on(self):
+        role = make_role()
+        with Background(fill, role, 100) as task:
+            wait_until(lambda: role.limiter.stats()["inserts_waiting"])
+            before = role.limiter.stats()["inserts"]
+            assert before < 100
+            role.sample_batch_train(0)
+            for number in range(1, 100):
+                role.sample_batch_train(number)
+            task.join()
+        assert role.limiter.stats()["inserts"] == 100
+
+    def test_closing_ends_waits_without_an_answer(self):
+        role = make_role()
+        with Background(fill, role, 100) as inserts:
+            wait_until(lambda: role.limiter.stats()["inserts_waiting"])
+            role.close()
+        assert isinstance(inserts.error, Unanswered)
+        with pytest.raises(Unanswered):
+            role.sample_batch_train()
+
+
+class TestSamples:
+    def test_nothing_stored_is_nothing_sampled(self):
+        role = make_role()
+        assert role.sample_batch_eval() == {}
+        assert role.sample_batch_report() == {}
+        fill(role, 6)
+        assert role.sample_batch_eval() == {}
+        assert role.sample_batch_report()["value"].shape == (BATCH, 2 + 1)
+
+    def test_reports_do_not_count(self):
+        role = make_role()
+        fill(role, 8)
+        for _ in range(10):
+            role.sample_batch_report()
+        assert role.limiter.stats()["samples"] == 0
+
+    def test_updates_reach_the_train_replay(self):
+        role = make_role(train_ratio=0.0)
+        fill(role, 6)
+        batch = role.sample_batch_train()
+        fresh = np.full((*batch["stepid"].shape[:2], 2), -1, np.float32)
+        role.update({"stepid": batch["stepid"], "dyn/deter": fresh})
+        seen = {role.sample_batch_train()["dyn/deter"].min() for _ in range(50)}
+        assert -1 in seen
+
+
+class TestSave:
+    def test_what_was_drawn_but_not_trained_on_does_not_count(self, tmp_path):
+        role = make_role(tmp_path)
+        fill(role, 8)
+        for number in range(4):
+            role.sample_batch_train(number)
+        assert role.limiter.stats()["samples"] == 4 * BATCH
+        assert save(role, trained=1)[LIMITER]["samples"] == 1 * BATCH
+        assert save(role, trained=4)[LIMITER]["samples"] == 4 * BATCH
+
+    def test_a_learner_that_came_back_counts_from_zero(self, tmp_path):
+        role = make_role(tmp_path)
+        fill(role, 8)
+        for number in (0, 1, 2, 0):
+            role.sample_batch_train(number)
+        assert save(role, trained=1)[LIMITER]["samples"] == 4 * BATCH
+
+    def test_a_save_does_not_wait_for_an_insert_that_waits(self, tmp_path):
+        role, running = make_role(tmp_path), threading.Lock()
+
+        def insert():
+            for index in range(100):
+                with running:  # As the server knows which calls are running.
+                    role.add_batch(transitions([0], index))
+
+        @contextlib.contextmanager
+        def paused():
+            assert running.acquire(timeout=WAIT), "The save waits for ever."
+            try:
+                yield
+            finally:
+                running.release()
+
+        with Background(insert) as task:
+            wait_until(lambda: role.limiter.stats()["inserts_waiting"])
+            with Background(save, role, 0, paused) as saving:
+                saving.join()
+            assert saving.error is None
+            parts = saving.result
+            role.close()
+        assert isinstance(task.error, Unanswered)
+        assert parts[LIMITER]["inserts"] == parts_steps(parts, tmp_path)
+
+    def test_all_parts_come_back(self, tmp_path):
+        role = make_role(tmp_path)
+        fill(role, 8)
+        fill(role, 12, (9,), is_eval=True)
+        role.sample_batch_train(0)
+        parts = save(role, trained=1)
+        assert set(parts) == {LIMITER, CALLS, "replay", "replay_eval"}
+        assert role.records(parts, tmp_path)
+        other = make_role(tmp_path)
+        other.load(parts)
+        assert other.limiter.stats() == role.limiter.stats()
+        for name in ("replay/steps", "replay_eval/steps", "replay/items"):
+            assert other.stats()[name] == role.stats()[name]
+        other.sample_batch_train(0)
+
+    def test_what_was_not_committed_is_removed(self, tmp_path):
+        role = make_role(tmp_path)
+        fill(role, 8)
+        parts = save(role)
+        files = {tmp_path / record.path for record in role.records(parts, tmp_path)}
+        assert files and all(path.exists() for path in files)
+        role.discard(parts)
+        assert not any(path.exists() for path in files)
+
+
+def parts_steps(parts, folder):
+    """How many steps a saved replay has."""
+    role = make_role(folder)
+    role.load({"replay": parts["replay"]})
+    return role.stats()["replay/steps"]

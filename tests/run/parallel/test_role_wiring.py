@@ -1,0 +1,179 @@
+"""Addresses, watches and futures that roles share, and who holds the run back."""
+
+import logging
+
+import cloudpickle
+import pytest
+from role_testing import FakeClient, make_args, make_future
+
+from embodied.rpc import AuthError
+from embodied.run.parallel import wiring
+from embodied.run.parallel.bottleneck import find_bottleneck
+from embodied.run.parallel.launcher import prepare
+
+
+class TestAddresses:
+    def test_auto_becomes_free_ports(self):
+        args = wiring.resolve_addresses(make_args(replay_addr="elsewhere:5"))
+        assert args.replay_addr == "elsewhere:5"
+        ports = {args[key].removeprefix("localhost:") for key in wiring.ADDRESSES[::2]}
+        assert len(ports) == 2 and all(port.isdigit() for port in ports)
+
+    def test_ipv6(self):
+        args = wiring.resolve_addresses(make_args(ipv6=True, replay_addr="host:5"))
+        assert args.actor_addr.startswith("[::1]:") and args.replay_addr == "host:5"
+
+    def test_a_role_of_its_own_is_told_what_to_pass(self):
+        args = make_args(logger_addr="host:1")
+        wiring.check_addresses(args, "logger_addr")
+        with pytest.raises(wiring.RoleError) as caught:
+            wiring.check_addresses(args, "actor_addr", "logger_addr", "replay_addr")
+        message = str(caught.value)
+        assert "--run.actor_addr HOST:PORT --run.replay_addr HOST:PORT" in message
+        assert "{auto}" in message and "run.logger_addr" not in message
+
+    @pytest.mark.parametrize(("asked", "batch"), [(-1, 3), (0, 3), (4, 4), (7, 7)])
+    def test_the_batch_is_half_of_the_envs(self, tmp_path, asked, batch):
+        args = make_args(envs=7, actor_batch=asked, logdir=str(tmp_path / "run"))
+        args = prepare(args.update(remote_replay=False, remote_envs=False))
+        assert args.actor_batch == batch
+        assert (tmp_path / "run").is_dir()
+
+    def test_a_batch_that_would_never_be_full_is_refused(self, tmp_path):
+        args = make_args(envs=7, actor_batch=8, logdir=str(tmp_path / "run"))
+        with pytest.raises(wiring.RoleError, match=r"at most run.envs \(7\), got 8"):
+            prepare(args.update(remote_replay=False, remote_envs=False))
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize(
+        ("key", "addr"), [("remote_replay", "replay"), ("remote_envs", "actor")]
+    )
+    def test_roles_elsewhere_need_addresses(self, tmp_path, key, addr):
+        changes = {"remote_replay": False, "remote_envs": False, key: True}
+        args = make_args(logdir=str(tmp_path), **changes)
+        with pytest.raises(wiring.RoleError, match=f"--run.{addr}_addr HOST:PORT"):
+            prepare(args)
+
+
+class TestConnect:
+    def test_it_says_for_whom_it_waits(self, monkeypatch, caplog):
+        class Late(FakeClient):
+            tries = 0
+
+            def connect(self, timeout):
+                self.tries += 1
+                if self.tries < 4:
+                    raise TimeoutError("not yet")
+
+        monkeypatch.setattr(wiring, "FIRST_NOTE", 0.0)
+        with caplog.at_level(logging.INFO, "embodied.run"):
+            assert wiring.connect(Late(), "The learner", "replay", lambda: False)
+        assert caplog.messages == ["The learner waits for the replay at fake:1."]
+
+    def test_it_gives_up_when_told(self):
+        class Never(FakeClient):
+            def connect(self, timeout):
+                raise TimeoutError("never")
+
+        answers = iter([False, False, True])
+        assert not wiring.connect(Never(), "env-0", "actor", lambda: next(answers))
+
+    def test_a_refused_key_is_an_error_at_once(self):
+        class Refused(FakeClient):
+            def connect(self, timeout):
+                raise AuthError("key")
+
+        with pytest.raises(AuthError):
+            wiring.connect(Refused(), "env-0", "actor", lambda: False)
+
+
+class TestStopwatch:
+    def test_shares_since_the_last_time(self):
+        now = [0.0]
+        watch = wiring.Stopwatch(lambda: now[0])
+        now[0] = 6.0
+        with watch:
+            now[0] = 8.0
+        assert watch.share() == 0.25
+        with watch:
+            now[0] = 9.0
+            assert watch.share() == 1.0
+            now[0] = 10.0
+        now[0] = 12.0
+        assert watch.share() == pytest.approx(1 / 3)
+        assert watch.share() == 0.0
+
+    def test_two_threads_inside_count_twice(self):
+        now = [0.0]
+        watch = wiring.Stopwatch(lambda: now[0])
+        with watch, watch:
+            now[0] = 1.0
+        assert watch.share() == 2.0
+
+
+class TestResults:
+    def test_errors_are_told_with_their_context(self):
+        told = []
+        results = wiring.Results(
+            lambda context, error: told.append((context, str(error)))
+        )
+        good, bad = make_future(), make_future()
+        results.add(good, "good")
+        results.add(bad, "bad")
+        good.set_result(1)
+        bad.set_error(RuntimeError("lost"))
+        results.check()
+        results.check()
+        assert told == [("bad", "lost")]
+
+    def test_a_wait_has_an_end(self):
+        results = wiring.Results(lambda context, error: None)
+        future = make_future()
+        results.add(future)
+        assert not results.wait(0.01)
+        future.set_result(1)
+        assert results.wait(0.01)
+
+
+def test_factories_may_be_pickled():
+    assert wiring.load_factory(cloudpickle.dumps(lambda: 3))() == 3
+    assert wiring.load_factory(max) is max
+
+
+@pytest.mark.parametrize(
+    ("shares", "role"),
+    [
+        ({"learner/wait": 0.05, "learner/stream_wait": 0.9}, "learner"),
+        ({"learner/wait": 0.8, "learner/stream_wait": 0.1}, "transfer"),
+        (
+            {"learner/wait": 0.8, "learner/stream_wait": 0.7, "replay/sample": 0.6},
+            "replay",
+        ),
+        (
+            {
+                **{"learner/wait": 0.8, "learner/stream_wait": 0.7},
+                **{"replay/limited": 0.9, "replay/sample": 0.1, "actor/policy": 0.9},
+            },
+            "actor",
+        ),
+        (
+            {
+                **{"learner/wait": 0.8, "learner/stream_wait": 0.7},
+                **{"replay/limited": 0.9, "replay/sample": 0.1, "actor/policy": 0.2},
+            },
+            "env",
+        ),
+        # Before the first batch, the learner has told nothing.
+        ({"actor/policy": 0.2, "replay/limited": 1.0}, "env"),
+        ({}, "env"),
+    ],
+)
+def test_the_slowest_link_is_named(shares, role):
+    shares = {f"timer/{name}": share for name, share in shares.items()}
+    assert find_bottleneck(shares).startswith(f"{role}: ")
+
+
+def test_several_policy_threads_share_the_work():
+    shares = {"timer/replay/limited": 1.0, "timer/actor/policy": 1.2}
+    assert find_bottleneck(shares, threads=1).startswith("actor: ")
+    assert find_bottleneck(shares, threads=4).startswith("env: ")
