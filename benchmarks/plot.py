@@ -1,0 +1,284 @@
+"""Draws learning curves of finished or running runs into a PNG; a program of its own.
+
+    python -m benchmarks.plot LOGDIR [LOGDIR ...] --out FILE.png
+
+Each dot is an episode, at the agent step at which it ended. A single run gets a running
+mean. Runs with the same label are seeds of one curve, their mean, in a band from the
+least to the most. A published curve of the task is drawn beside them where there is one
+(`benchmarks/reference_curves.json`). Needs matplotlib, the extra `plot`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import curves
+from benchmarks.curves import PlotError, Reference, Run
+
+WIDTH, HEIGHT, DPI = 1200, 720, 150  # Pixels, and pixels per inch.
+BINS = 25  # Of the mean over seeds, unless steps per bin are given.
+COLORS = ("#1f6fb4", "#d9622b", "#2e8b57", "#8e5bb5", "#b8860b", "#c2447a")
+INK, FAINT, GRID = "#333333", "#777777", "#e4e4e4"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draws what the arguments ask for; returns 2 if that is impossible, else 0."""
+    options = parse(argv)
+    try:
+        out = render(
+            options.logdirs,
+            options.out,
+            metric=options.metric,
+            labels=options.label,
+            reference=options.reference,
+            steps_per=options.steps_per,
+            window=options.window,
+        )
+    except PlotError as error:
+        print(f"plot: {error}", file=sys.stderr)
+        return 2
+    print(f"Written: {out}")
+    return 0
+
+
+def draw(logdirs: Sequence[str | Path], out: str | Path, **options: Any) -> bool:
+    """Draws at the end of a run, which does not fail if that is impossible.
+
+    Args:
+      logdirs: see `render`.
+      out: see `render`.
+      **options: see `render`.
+
+    Returns:
+      Whether it was drawn; if not, a line on stderr has said why.
+    """
+    try:
+        render(logdirs, out, **options)
+    except PlotError as error:
+        print(f"No plot: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def render(
+    logdirs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    metric: str = curves.SCORE,
+    labels: Sequence[str] | None = None,
+    reference: str | None = None,
+    steps_per: float | None = None,
+    window: int | None = None,
+) -> Path:
+    """Draws runs of one task.
+
+    Args:
+      logdirs: folders of the runs.
+      out: the PNG to write.
+      metric: what to draw over steps.
+      labels: one for each run; runs with the same label are seeds of one curve. By
+        default the size of the model.
+      reference: task whose published curve to show, or `none`; by default that of the
+        runs, if there is one and the metric is the score.
+      steps_per: agent steps of a bin of the mean over seeds.
+      window: episodes of the running mean of a run; by default a tenth of them.
+
+    Returns:
+      The path of the PNG.
+
+    Raises:
+      PlotError: files or packages are missing, or what they hold cannot be drawn.
+    """
+    out = Path(out)
+    if out.suffix.lower() != ".png":
+        raise PlotError(f"--out: expected a file name that ends in .png, got {out}.")
+    if labels is not None and len(labels) != len(logdirs):
+        raise PlotError(
+            f"--label: expected one for each of {len(logdirs)} runs, got {len(labels)}."
+        )
+    figure = _new_figure()
+    runs = [curves.read_run(logdir, metric) for logdir in logdirs]
+    tasks = sorted({run.task for run in runs})
+    if len(tasks) > 1:
+        raise PlotError(f"expected runs of one task, got {', '.join(tasks)}.")
+    groups: dict[str, list[Run]] = {}
+    for run, label in zip(runs, labels or [run.size for run in runs]):
+        groups.setdefault(label, []).append(run)
+
+    axes = figure.add_subplot()
+    _style(axes, runs, metric)
+    if reference is not None or metric == curves.SCORE:
+        published = curves.read_reference(runs[0], reference)
+        if published:
+            _draw_reference(axes, published)
+    last = max(float(run.steps[-1]) for run in runs)
+    for index, (label, members) in enumerate(groups.items()):
+        color = COLORS[index % len(COLORS)]
+        _draw_group(axes, label, members, color, steps_per or last / BINS, window)
+    axes.set_xlim(left=0)
+    # Between title and curves, where it hides neither.
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0,
+        borderpad=0.3,
+        ncols=3,
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+    )
+    _write(figure, out)
+    return out
+
+
+def title(runs: Sequence[Run]) -> str:
+    """Returns task, sizes, and how many seeds there are, or runs if seeds repeat."""
+    sizes = " and ".join(dict.fromkeys(run.size for run in runs))
+    seeds = len({(run.size, run.seed) for run in runs})
+    noun = "seed" if seeds == len(runs) else "run"
+    plural = "" if len(runs) == 1 else "s"
+    return f"{runs[0].task}, {sizes}, {len(runs)} {noun}{plural}"
+
+
+def _new_figure() -> Any:
+    """Makes a figure without pyplot, which keeps state of the whole process."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotError(
+            f"expected the package matplotlib, which cannot be imported ({error}). "
+            f"Run: pip install 'dreamerv3-parallel[plot]'"
+        ) from error
+    size = (WIDTH / DPI, HEIGHT / DPI)
+    figure = Figure(figsize=size, dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _style(axes: Any, runs: Sequence[Run], metric: str) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axes.set_title(title(runs), loc="left", fontsize=12, color=INK, pad=26)
+    repeat = runs[0].repeat
+    frames = f" ({repeat} frames each)" if repeat > 1 else ""
+    axes.set_xlabel(f"agent steps{frames}", color=INK)
+    axes.set_ylabel(metric.replace("/", " "), color=INK)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(colors=FAINT, labelcolor=INK, labelsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _draw_reference(axes: Any, published: Reference) -> None:
+    axes.plot(
+        published.steps,
+        published.values,
+        color=FAINT,
+        linewidth=1.5,
+        linestyle=(0, (4, 2)),
+        marker="o",
+        markersize=4.5,
+        markerfacecolor="white",
+        label=published.label,
+    )
+
+
+def _draw_group(
+    axes: Any,
+    label: str,
+    runs: Sequence[Run],
+    color: str,
+    width: float,
+    window: int | None,
+) -> None:
+    """Draws one run, or several as the seeds of one curve."""
+    alone = len(runs) == 1
+    for run in runs:
+        axes.plot(
+            *(run.steps, run.values, "o"),
+            color=color,
+            alpha=0.3 if alone else 0.12,
+            markersize=3.5,
+            markeredgewidth=0,
+        )
+        size = window or curves.default_window(len(run.values))
+        axes.plot(
+            *(run.steps, curves.running_mean(run.values, size)),
+            color=color,
+            linewidth=2.2 if alone else 0.7,
+            alpha=1 if alone else 0.45,
+            marker="o" if alone and len(run.values) == 1 else None,
+            label=f"{label}, mean of {size} episodes" if alone else None,
+        )
+    if alone:
+        return
+    band = curves.band(runs, width)
+    axes.fill_between(
+        band.steps, band.low, band.high, color=color, alpha=0.15, linewidth=0
+    )
+    axes.plot(
+        *(band.steps, band.mean),
+        color=color,
+        linewidth=2.4,
+        label=f"{label}, mean and range of {len(runs)} runs",
+    )
+
+
+def _write(figure: Any, out: Path) -> None:
+    content = io.BytesIO()
+    # Without the version of the library, equal curves are equal files.
+    figure.savefig(content, format="png", metadata={"Software": None})
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_bytes(content.getvalue())
+    except OSError as error:
+        raise PlotError(f"--out: {out} cannot be written ({error}).") from error
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("logdirs", nargs="+", metavar="LOGDIR")
+    parser.add_argument("--out", required=True, metavar="FILE.png")
+    parser.add_argument("--metric", default=curves.SCORE)
+    parser.add_argument("--label", nargs="+", help="one a run; equal ones are seeds")
+    parser.add_argument("--reference", help="task of a published curve, or none")
+    parser.add_argument(
+        "--steps-per", type=_positive(float), help="agent steps of a bin over seeds"
+    )
+    parser.add_argument(
+        "--window", type=_positive(int), help="episodes of the running mean"
+    )
+    return parser.parse_args(argv)
+
+
+def _positive(kind: type[int] | type[float]) -> Any:
+    def convert(text: str) -> int | float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = kind(0)
+        if not 0 < number < float("inf"):
+            raise argparse.ArgumentTypeError(
+                f"expected a number above 0, got {text!r}"
+            )
+        return number
+
+    return convert
+
+
+if __name__ == "__main__":
+    sys.exit(main())
