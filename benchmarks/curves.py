@@ -184,7 +184,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=_not_a_value)
             if not isinstance(row, dict):
                 raise ValueError("it is no object")
         except ValueError as error:
@@ -195,6 +195,10 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
             ) from error
         rows.append(row)
     return rows
+
+
+def _not_a_value(name: str) -> None:
+    """Reads NaN and infinities, which our files have as null, the same way."""
 
 
 def model_size(config: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from benchmarks.curves import PlotError, Reference, Run
 
 WIDTH, HEIGHT, DPI = 1200, 720, 150  # Pixels, and pixels per inch.
 BINS = 25  # Of the mean over seeds, unless steps per bin are given.
+LEGEND_COLUMNS = 3
 COLORS = ("#1f6fb4", "#d9622b", "#2e8b57", "#8e5bb5", "#b8860b", "#c2447a")
 INK, FAINT, GRID = "#333333", "#777777", "#e4e4e4"
 
@@ -117,21 +118,12 @@ def render(
         if published:
             _draw_reference(axes, published)
     last = max(float(run.steps[-1]) for run in runs)
+    width = steps_per or max(last / BINS, 1.0)
     for index, (label, members) in enumerate(groups.items()):
         color = COLORS[index % len(COLORS)]
-        _draw_group(axes, label, members, color, steps_per or last / BINS, window)
+        _draw_group(axes, label, members, color, width, window)
     axes.set_xlim(left=0)
-    # Between title and curves, where it hides neither.
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        borderaxespad=0,
-        borderpad=0.3,
-        ncols=3,
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-    )
+    _head(axes, title(runs))
     _write(figure, out)
     return out
 
@@ -164,7 +156,6 @@ def _new_figure() -> Any:
 def _style(axes: Any, runs: Sequence[Run], metric: str) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    axes.set_title(title(runs), loc="left", fontsize=12, color=INK, pad=26)
     repeat = runs[0].repeat
     frames = f" ({repeat} frames each)" if repeat > 1 else ""
     axes.set_xlabel(f"agent steps{frames}", color=INK)
@@ -178,6 +169,23 @@ def _style(axes: Any, runs: Sequence[Run], metric: str) -> None:
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def _head(axes: Any, text: str) -> None:
+    """Puts title and legend above the curves, where they hide nothing."""
+    entries = len(axes.get_legend_handles_labels()[1])
+    rows = -(-entries // LEGEND_COLUMNS)
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0,
+        borderpad=0.3,
+        ncols=LEGEND_COLUMNS,
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+    )
+    axes.set_title(text, loc="left", fontsize=12, color=INK, pad=12 + 14 * rows)
 
 
 def _draw_reference(axes: Any, published: Reference) -> None:
@@ -272,9 +280,7 @@ def _positive(kind: type[int] | type[float]) -> Any:
         except ValueError:
             number = kind(0)
         if not 0 < number < float("inf"):
-            raise argparse.ArgumentTypeError(
-                f"expected a number above 0, got {text!r}"
-            )
+            raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
         return number
 
     return convert

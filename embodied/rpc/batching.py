@@ -2,148 +2,45 @@
 
 A batch counts env rows. It goes out when it has enough rows, when every registered
 env slot of its group is in it, or when its first row has waited long enough; while
-all workers are busy it keeps growing. Calls with the same structure, dtypes and
-shapes share a batch, so that a call of another shape harms only itself.
+all workers are busy it keeps growing.
 
 The loop thread fills batches; workers take them. One lock guards both.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from embodied.rpc import wire
+from embodied.rpc import memory, wire
+from embodied.rpc.batches import (
+    Batch,
+    Batching,
+    Kind,
+    Row,
+    group_value,
+    row_structure,
+    stack_structure,
+)
 from embodied.rpc.methods import Method
 from embodied.rpc.server import Server
 from embodied.rpc.session import Session
 
-MAX_SHAPES = 16  # Kinds of rows for which buffers are kept.
-MAX_SPARE = 4  # Buffers that are kept for each.
+MAX_KNOWN = 64  # Calls of a client that look different; it has a block for each open.
 
 
-class Row(NamedTuple):
-    """One call in a batch: its place, and where its reply goes."""
+class Known(NamedTuple):
+    """What was found out about a call, which holds for every one that looks alike."""
 
-    session: Session
-    seq: int
+    method: Method
+    message: wire.Message
+    kind: Kind
+    sources: list[memoryview]
+    source: Any  # Where the arrays lie, and from which byte on.
     start: int
-    rows: int  # 0 for an unstacked call, which has one row.
     reply_memory: Any
-    received: float
-
-
-class Buffers:
-    """Columns of a batch: per array, [capacity, ...] and the same memory as bytes."""
-
-    def __init__(self, spec: wire.Spec, rows: int, capacity: int):
-        self.arrays: list[np.ndarray] = []
-        self.views: list[tuple[memoryview, int]] = []
-        for leaf in spec.leaves:
-            nbytes = leaf.nbytes // (rows or 1)
-            column: Any = np.empty(capacity * nbytes, np.uint8)
-            shape = leaf.shape[1:] if rows else leaf.shape
-            self.arrays.append(column.view(leaf.dtype).reshape(capacity, *shape))
-            self.views.append((memoryview(column), nbytes))
-            del column  # Else it would count as a reference below.
-        self._references = self._count()
-
-    def unused(self) -> bool:
-        """Whether nobody but this object refers to the memory any more."""
-        return self._count() == self._references
-
-    def _count(self) -> int:
-        # Slices that a function kept refer to the memory's owner, `base`.
-        return sum(sys.getrefcount(array.base) for array in self.arrays)
-
-
-class Batch:
-    """Rows of the same shape, no more than `capacity` of them."""
-
-    def __init__(self, key: tuple, structure: tuple, buffers: Buffers, deadline: float):
-        self.key = key
-        self.structure = structure
-        self.buffers = buffers
-        self.deadline = deadline
-        self.rows = 0
-        self.calls: list[Row] = []
-        self.tickets: list[int] = []
-
-    def add(self, call: Row, spec: wire.Spec, source: Any, start: int) -> None:
-        """Copies the rows of a call out of its frame or memory."""
-        view = memoryview(source)
-        count = call.rows or 1
-        for leaf, (column, nbytes) in zip(spec.leaves, self.buffers.views):
-            if nbytes:
-                begin = start + leaf.offset
-                target = call.start * nbytes
-                column[target : target + count * nbytes] = view[
-                    begin : begin + leaf.nbytes
-                ]
-        self.rows += count
-        self.calls.append(call)
-
-    def arguments(self) -> tuple:
-        """The batch as the arguments of its function, arrays [rows, ...]."""
-        arrays = [array[: self.rows] for array in self.buffers.arrays]
-        return wire.unflatten(self.structure, arrays, [])
-
-
-class Batching:
-    """How one method's calls are batched, and the batches that are being filled.
-
-    Args:
-      size: rows that make a batch ready.
-      limit: rows up to which it grows while all workers are busy.
-      timeout: seconds that a row waits for others.
-      group: key of the call's dict whose value keeps batches apart, or None.
-      workers: batches that may run at the same time.
-    """
-
-    def __init__(
-        self, size: int, limit: int, timeout: float, group: str | None, workers: int
-    ):
-        self.size = size
-        self.limit = limit
-        self.timeout = timeout
-        self.group = group
-        self.idle = workers
-        self.filling: dict[tuple, Batch] = {}
-        self.full: list[Batch] = []
-        self._spare: dict[tuple, list[Buffers]] = {}
-
-    def begin(self, key: tuple, spec: wire.Spec, rows: int) -> Batch:
-        """Starts to fill a batch."""
-        buffers = next((x for x in self._spare.get(key, ()) if x.unused()), None)
-        if buffers:
-            self._spare[key].remove(buffers)
-        else:
-            buffers = Buffers(spec, rows, self.limit)
-        deadline = time.monotonic() + self.timeout
-        batch = Batch(key, row_structure(spec, rows), buffers, deadline)
-        self.filling[key] = batch
-        return batch
-
-    def end(self, batch: Batch) -> None:
-        """Keeps the buffers of a batch for another one, which saves page faults."""
-        if len(self._spare) >= MAX_SHAPES:
-            self._spare.clear()
-        spare = self._spare.setdefault(batch.key, [])
-        if len(spare) < MAX_SPARE:
-            spare.append(batch.buffers)
-
-    def due(self, now: float) -> float | None:
-        """When the next batch has waited long enough.
-
-        One that has already, and is still here, goes to the next worker that is done.
-        """
-        deadlines = [batch.deadline for batch in self.filling.values()]
-        return min((x for x in deadlines if x > now), default=None)
 
 
 class BatchServer(Server):
@@ -192,7 +89,9 @@ class BatchServer(Server):
         workers = workers or 1
         pool = self._own_pool(name, workers)
         batching = Batching(batch, limit or batch, timeout, group, workers)
-        method = Method(name, workfn, postfn, pool, schema, once, False, batching)
+        method = Method(
+            name, workfn, postfn, pool, schema, once, False, batching, set()
+        )
         self._add(method)
         self._batched.append(method)
 
@@ -221,32 +120,53 @@ class BatchServer(Server):
         spec, rows = message.spec, message.rows
         if message.values:
             raise wire.WireError("only arrays can be batched, not plain values")
-        if rows > batching.limit:
-            raise wire.WireError(
-                f"a stack of {rows} rows is larger than a batch of {batching.limit}"
-            )
-        for leaf in spec.leaves:
-            if rows and (not leaf.shape or leaf.shape[0] != rows):
-                raise wire.WireError(
-                    f"an array of shape {leaf.shape} is not a stack of {rows} rows"
-                )
-        source, reply_memory = self._memory(session, message)
-        start = 0
-        if source is None:
+        kind = batching.route(spec, rows)
+        mapping, reply_memory = self._memory(session, message)
+        if mapping is None:
             source, start = message.frame, message.start
-        group = group_value(batching.group, message, source, start)
-        count = rows or 1
+            sources = wire.payload_slices(spec, source, start)
+        else:
+            source, start = mapping.pages, 0
+            sources = mapping.slices(spec)
+        known = Known(method, message, kind, sources, source, start, reply_memory)
+        self._take_in(session, message.seq, known)
+        if message.flags == wire.BULK | wire.PLACES and type(message.frame) is bytes:
+            if len(session.memory.known) >= MAX_KNOWN:
+                session.memory.known.clear()
+            session.memory.known[wire.without_seq(message.frame)] = known
+
+    def _lane_frame(self, session: Session, frame: bytes) -> None:
+        # Calls of one client mostly differ in their number and in what lies in the
+        # shared memory. What was found out about the bytes of one holds for the next.
+        known = session.memory.known.get(wire.without_seq(frame))
+        if known is None or session.away:
+            super()._lane_frame(session, frame)
+            return
+        session.heard = time.monotonic()
+        self._statistics.counts["received_bytes"] += len(frame)
+        seq = wire.seq_of(frame)
+        try:
+            if self._begin(session, seq, (), known.method.once):
+                self._take_in(session, seq, known)
+        except wire.WireError as error:
+            self._refuse(session, seq, known.method.name, error)
+        except Exception:
+            self._mistake()
+
+    def _take_in(self, session: Session, seq: int, known: Known) -> None:
+        """Adds a call to a batch."""
+        batching: Batching = known.method.batching
+        group, rows = None, known.message.rows
+        if batching.group is not None:
+            group = group_value(
+                batching.group, known.message, known.source, known.start
+            )
         with self._batch_lock:
-            key = (row_structure(spec, rows), group)
-            batch = batching.filling.get(key)
-            if batch and batch.rows + count > batching.limit:
-                batching.full.append(batching.filling.pop(key))
-                batch = None
-            if batch is None:
-                batch = batching.begin(key, spec, rows)
-            now = time.perf_counter()
-            row = Row(session, message.seq, batch.rows, rows, reply_memory, now)
-            batch.add(row, spec, source, start)
+            batch = batching.batch(known.kind, group, rows or 1)
+            row = Row(
+                session, seq, batch.rows, rows, known.reply_memory, time.perf_counter()
+            )
+            batch.add(row, known.sources)
 
     def _after_receive(self) -> None:
         with self._batch_lock:
@@ -281,7 +201,7 @@ class BatchServer(Server):
     def _submit(self, method: Method, batch: Batch) -> None:
         method.batching.idle -= 1
         if method.postfn:
-            batch.tickets.append(self._post.ticket())
+            batch.ticket = self._post.ticket()
         method.pool.put((method, batch))
 
     # Worker threads.
@@ -296,8 +216,8 @@ class BatchServer(Server):
             method.batching.idle += 1
             method.batching.end(batch)
             self._dispatch(method)
-        if batch.tickets:
-            self._post.put(batch.tickets[0], after, info)
+        if batch.ticket is not None:
+            self._post.put(batch.ticket, after, info)
 
     def _work_batch(self, method: Method, batch: Batch) -> tuple[Any, Any]:
         after = info = None
@@ -310,7 +230,7 @@ class BatchServer(Server):
                 result = method.workfn(*batch.arguments())
                 if method.postfn:
                     result, info = result
-                frames = self._split(result, batch)
+                frames = self._split(method, result, batch)
                 after = method.postfn
             except Exception as error:
                 # It belongs to the callers of this batch, and to nobody else.
@@ -326,9 +246,9 @@ class BatchServer(Server):
         self._fill[1] += batch.rows
         return after, info
 
-    def _split(self, result: Any, batch: Batch) -> list[bytes]:
+    def _split(self, method: Method, result: Any, batch: Batch) -> list[bytes]:
         """Encodes the rows of each call's reply."""
-        structure, arrays, values = wire.flatten(result)
+        whole, arrays, values = self._codec.result(method.name, result)
         if values:
             raise TypeError("A batched function must return arrays, not plain values.")
         for array in arrays:
@@ -337,61 +257,20 @@ class BatchServer(Server):
                     f"A batched function returned an array of shape {array.shape} for "
                     f"a batch of {batch.rows} rows."
                 )
-        row = row_structure(self._codec.spec("", structure), batch.rows)
+        row = row_structure(whole, batch.rows)
         specs = {0: self._codec.spec("", row)}
+        single = specs[0]
+        small = single.nbytes < memory.THRESHOLD <= self._codec.max_bytes
+        if small and not batch.stacked:
+            places = [(call.seq, call.start) for call in batch.calls]
+            return wire.row_frames(wire.REPLY, single, arrays, places)
         frames = []
-        for call in batch.calls:
-            if call.rows not in specs:
-                stack = stack_structure(row, call.rows)
-                specs[call.rows] = self._codec.spec("", stack)
-            spec = specs[call.rows]
-            if call.rows:
-                stop = call.start + call.rows
-                chosen = [array[call.start : stop] for array in arrays]
-            else:
-                chosen = [array[call.start] for array in arrays]
-            frames.append(
-                self._outbox.reply(call.seq, spec, [], chosen, call.reply_memory)
-            )
+        for _, seq, start, rows, reply_memory, _ in batch.calls:
+            spec = specs.get(rows)
+            if spec is None:
+                spec = self._codec.spec("", stack_structure(row, rows))
+                specs[rows] = spec
+            stop = start + rows
+            chosen = [x[start:stop] if rows else x[start] for x in arrays]
+            frames.append(self._outbox.reply(seq, spec, (), chosen, reply_memory))
         return frames
-
-
-def row_structure(spec: wire.Spec, rows: int) -> tuple:
-    """The structure of one row of a stack; of the call itself if it is no stack."""
-    if not rows:
-        return spec.structure
-    if spec.row is None:
-        spec.row = _map_shapes(spec.structure, lambda shape: shape[1:])
-    return spec.row
-
-
-def stack_structure(structure: tuple, rows: int) -> tuple:
-    """The structure of a stack of rows."""
-    return _map_shapes(structure, lambda shape: (rows, *shape))
-
-
-def group_value(
-    group: str | None, message: wire.Message, source: Any, start: int
-) -> Any:
-    """Reads which batches a call belongs to; all rows of a stack must agree."""
-    if group is None:
-        return None
-    match message.spec.structure:
-        case ("t", (("d", keys, children),)) if group in keys:
-            index = keys.index(group)
-            if all(child[0] == "a" for child in children[: index + 1]):
-                leaf = message.spec.leaves[index]
-                count = leaf.nbytes // leaf.dtype.itemsize
-                begin = start + leaf.offset
-                values = np.frombuffer(source, leaf.dtype, count, begin).tolist()
-                if values and values.count(values[0]) == count:
-                    return values[0]
-                raise wire.WireError(f"the rows of a stack differ in '{group}'")
-    raise wire.WireError(f"expected one dict of arrays with the key '{group}'")
-
-
-def _map_shapes(structure: tuple, function: Callable[[tuple], tuple]) -> tuple:
-    if structure[0] == "a":
-        return ("a", structure[1], function(structure[2]))
-    children = tuple(_map_shapes(child, function) for child in structure[-1])
-    return (*structure[:-1], children)

@@ -1,78 +1,28 @@
 """A client: calls a server's methods, now or ahead of time. Any process.
 
 Whoever calls sends at once, and whoever waits for a result receives it in that same
-thread, so that a round trip costs no change of threads on this side. A background
-thread does the rest: it receives while nobody waits, sends signs of life, and says
-HELLO and sends open calls again after a reconnect.
+thread, so that a round trip costs no change of threads on this side. The rest is the
+background thread's, see `embodied/rpc/connection.py`.
 """
 
 from __future__ import annotations
 
-import errno
 import functools
-import logging
-import secrets
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
-import zmq
-from zmq.utils.monitor import parse_monitor_message
-
 from embodied.rpc import auth, memory, sockets, wire
+from embodied.rpc.calls import Call, Disconnected, RemoteError
+from embodied.rpc.connection import Connection
 from embodied.rpc.future import Future
-from embodied.rpc.lane import Lane
-from embodied.rpc.listener import Listener
-from embodied.rpc.server import contents
 from embodied.rpc.session import MAX_INFLIGHT, PROTOCOL
-from embodied.rpc.statistics import Statistics
 
-log = logging.getLogger("embodied.rpc")
-
-FAILED_HANDSHAKES = 5  # In a row, without a reason given: the keys do not match.
+__all__ = ["Client", "Disconnected", "RemoteError"]
 
 
-class Disconnected(ConnectionError):
-    """The server is gone, or the client is closed."""
-
-
-class RemoteError(RuntimeError):
-    """The server answered with an error.
-
-    Attributes:
-      kind: 'exception' if the method raised, 'bad' if the request was refused.
-      type: name of the exception's type on the server.
-      traceback: its text there.
-    """
-
-    def __init__(self, kind: str, message: str, type: str = "", traceback: str = ""):
-        super().__init__(message)
-        self.kind = kind
-        self.type = type
-        self.traceback = traceback
-
-    def __str__(self) -> str:
-        message = super().__str__()
-        if self.traceback:
-            return f"{message}\n\nOn the server:\n{self.traceback}"
-        return message
-
-
-class Call:
-    """A call that has no reply yet."""
-
-    __slots__ = ("frame", "future", "method", "reply", "request", "started")
-
-    def __init__(self, method: str, future: Future):
-        self.method = method
-        self.future = future
-        self.frame: bytes = b""
-        self.request: memory.Block | None = None
-        self.reply: memory.Block | None = None
-        self.started = time.perf_counter()
-
-
-class Client:
+class Client(Connection):
     """Calls a server's methods.
 
         client = Client('localhost:1234')
@@ -108,59 +58,24 @@ class Client:
     ):
         if not 1 <= maxinflight <= MAX_INFLIGHT:
             raise ValueError(f"maxinflight must be 1..{MAX_INFLIGHT}: {maxinflight}")
-        self.name = name
-        self.addr = sockets.connect_address(addr)
-        self.maxinflight = maxinflight
-        self._autoconn = autoconn
-        self._hello = {
+        hello = {
             "version": PROTOCOL,
             "name": name,
             "slots": slots,
             "group": group,
             "info": info,
             "max_inflight": maxinflight,
-            "host": memory.host_facts() if bulk else {},
         }
-        self._codec = wire.Codec()
-        self._arena = memory.Arena() if bulk and memory.AVAILABLE else None
-        self._use_memory = False  # The server's answer to HELLO decides.
-        self._reply_bytes: dict[str, int] = {}  # Size of large replies, by method.
-        self._max_bytes = self._codec.max_bytes
-        self._statistics = Statistics(name)
-        # Guards the calls, their numbers and the state of the connection. Sending is
-        # done under it too, so that calls leave in the order of their numbers.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._calls: dict[int, Call] = {}
-        self._next = 0
-        self._welcome = False  # Whether the server knows us.
-        self._linked = False  # Whether it did since the connection was made.
-        self._failure: Exception | None = None
-        self._handshakes_failed = 0
-        self._heartbeat = 2.0
-
         keys = None if insecure else keys or auth.Keys.default()
-        self._identity = secrets.token_bytes(16)
-        self._lane: Lane | None = None  # The short cut, while it is open.
-        self._detours: set[int] = set()  # Calls that went over ZeroMQ beside it.
-        self._context = zmq.Context()
-        socket = sockets.client_socket(self._context, self.addr, self._identity, keys)
-        self._monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_DISCONNECTED
-        )
-        swallowed = sockets.Wakeup()
-        self._socket = sockets.LockedSocket(socket, swallowed)
-        self._swallowed = swallowed.fileno()
-        self._listener = Listener(
-            self._socket.fileno, swallowed, sockets.descriptor(self._monitor)
-        )
-        socket.connect(f"tcp://{self.addr}")
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        super().__init__(addr, name, hello, keys, bulk)
+        self.maxinflight = maxinflight
+        self._autoconn = autoconn
+        self._reply_bytes: dict[str, int] = {}  # Room for large replies, by method.
+        # The lock of the connection guards the calls and their numbers.
+        self._calls: dict[int, Call] = {}
+        self._waiting = 0  # Threads that wait for one of them to end.
+        self._next = 0
+        self._detours: set[int] = set()  # Calls that went over ZeroMQ beside a lane.
         self._thread.start()
 
     def __getattr__(self, method: str) -> Any:
@@ -198,47 +113,35 @@ class Client:
           WireError: the arguments cannot be sent.
           Disconnected, AuthError: the client is closed or refused.
         """
-        structure, arrays, values = wire.flatten(args)
-        spec = self._codec.spec(method, structure)
+        spec, arrays, values = self._codec.call(method, args)
         if spec.nbytes > self._max_bytes:
-            raise wire.WireError(
-                f"Arguments of '{method}' have {spec.nbytes} bytes; the server takes "
-                f"{self._max_bytes}."
-            )
-        future = Future(f"'{method}' from {self.addr}", self._wait)
-        call = Call(method, future)
-        bulk = self._place(call, spec, arrays)
-        with self._changed:
-            while len(self._calls) >= self.maxinflight and not self._failure:
-                self._changed.wait()
-            if self._failure:
-                self._release(call)
-                raise self._failure
+            raise self._too_large(method, spec.nbytes)
+        call = Call(method, self.addr, self._wait)
+        request = None
+        if self._use_memory:
+            assert self._arena is not None
+            if spec.nbytes >= memory.THRESHOLD:
+                request = call.request = self._arena.allocate(spec.room)
+                if request is not None:
+                    request.fill(spec, arrays, rows)
+            if method in self._reply_bytes:
+                call.reply = self._arena.allocate(self._reply_bytes[method])
+        with self._lock:
+            if len(self._calls) >= self.maxinflight or self._failure:
+                self._wait_for_room(call)
             seq = self._next
-            self._next += 1
-            call.frame = self._codec.encode(
-                wire.CALL,
-                seq,
-                spec,
-                values,
-                arrays,
-                rows,
-                bulk,
-                list(self._calls),
-                in_memory=call.request is not None,
-            )
-            if len(call.frame) > self._max_bytes + sockets.MESSAGE_SLACK:
-                self._release(call)
-                raise wire.WireError(
-                    f"Arguments of '{method}' have {len(call.frame)} bytes; the server "
-                    f"takes {self._max_bytes}."
-                )
+            self._next = seq + 1
+            if request is None or values or call.reply or self._calls:
+                call.frame = self._encode(call, seq, spec, values, arrays, rows)
+            else:
+                call.frame = request.frame(seq)  # The commonest case, and the fastest.
             self._calls[seq] = call
             if self._welcome:
                 self._transmit(seq, call)
-            self._statistics.counts["calls"] += 1
-            self._statistics.counts["sent_bytes"] += spec.nbytes
-        return future
+            counts = self._statistics.counts
+            counts["calls"] += 1
+            counts["sent_bytes"] += spec.nbytes
+        return call
 
     def stats(self) -> dict[str, float]:
         """Counts since the last call, open calls, and latencies in seconds."""
@@ -276,23 +179,48 @@ class Client:
 
     # The calling threads.
 
-    def _place(self, call: Call, spec: wire.Spec, arrays: list) -> list | None:
-        """Puts large arguments into shared memory, and offers some for the reply."""
-        if not self._use_memory or self._arena is None:
-            return None
-        if spec.nbytes >= memory.THRESHOLD:
-            call.request = self._arena.allocate(spec.nbytes)
-            if call.request:
-                memory.write(call.request.view, spec, arrays)
-        expected = self._reply_bytes.get(call.method, 0)
-        if expected:
-            call.reply = self._arena.allocate(expected)
-        if not call.request and not call.reply:
-            return None
-        return [
-            call.request.where() if call.request else None,
-            call.reply.where() if call.reply else None,
-        ]
+    def _wait_for_room(self, call: Call) -> None:
+        """Waits until fewer than `maxinflight` calls are open. Holds the lock."""
+        self._waiting += 1
+        try:
+            while len(self._calls) >= self.maxinflight and not self._failure:
+                self._changed.wait()
+        finally:
+            self._waiting -= 1
+        if self._failure:
+            call.release()
+            raise self._failure
+
+    def _too_large(self, method: str, nbytes: int) -> wire.WireError:
+        return wire.WireError(
+            f"Arguments of '{method}' have {nbytes} bytes; the server takes "
+            f"{self._max_bytes}."
+        )
+
+    def _encode(
+        self,
+        call: Call,
+        seq: int,
+        spec: wire.Spec,
+        values: Sequence[Any],
+        arrays: list,
+        rows: int,
+    ) -> bytes:
+        """Returns the frame of a call, one that can be sent. Holds the lock."""
+        places = None
+        if call.request or call.reply:
+            places = (
+                call.request.place if call.request else wire.NOWHERE,
+                call.reply.place if call.reply else wire.NOWHERE,
+            )
+        in_memory = call.request is not None
+        frame = self._codec.encode(
+            wire.CALL, seq, spec, values, arrays, rows, places, self._calls, in_memory
+        )
+        if len(frame) > self._max_bytes + sockets.MESSAGE_SLACK:
+            call.release()
+            raise self._too_large(call.method, len(frame))
+        return frame
 
     def _transmit(self, seq: int, call: Call) -> None:
         """Sends a call, by the short cut if it overtakes no other call there."""
@@ -304,17 +232,9 @@ class Client:
 
     def _wait(self, future: Future, timeout: float | None) -> None:
         """Receives until a future is done, or waits for the thread that does."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if self._listener.take():
-            try:
-                while not future.done():
-                    ready = self._listener.wait(deadline)
-                    if ready is None:
-                        return
-                    self._receive(ready)
-            finally:
-                self._listener.release()
+        if self._listener.serve(future, timeout, self._receive):
             return
+        deadline = None if timeout is None else time.monotonic() + timeout
         while not future.done():
             if deadline is not None and time.monotonic() >= deadline:
                 return
@@ -322,125 +242,45 @@ class Client:
 
     # Any thread that receives.
 
-    def _receive(self, ready: list[int]) -> None:
-        """Handles what arrived at the descriptors that are ready."""
-        lane = self._lane
-        if lane is not None and lane.fileno in ready:
-            frame = lane.receive()
-            if frame:
-                self._decode(frame)
-            elif frame is not None:
-                self._lane_ended(lane)
-        if self._socket.fileno in ready or self._swallowed in ready:
-            for parts in self._socket.receive():
-                if len(parts) == 1:  # No server of ours sends anything else.
-                    self._decode(contents(parts[0]))
-
-    def _decode(self, frame: Any) -> None:
-        try:
-            self._handle(self._codec.decode(frame))
-        except wire.WireError as error:
-            log.error("%s: undecodable answer: %s", self.name, error)
-
-    def _handle(self, message: wire.Message) -> None:
-        if message.seq != wire.NO_CALL:
-            self._answer(message)
-        elif message.kind == wire.WELCOME:
-            self._welcomed(wire.message_tree(message))
-        elif message.kind == wire.STRANGER:
-            self._say_hello()  # The server forgot us, or restarted unnoticed.
-        elif message.kind == wire.ERROR:
-            error = wire.message_tree(message)
-            self._fail(RemoteError(error["kind"], f"{self.name}: {error['message']}"))
-
     def _answer(self, message: wire.Message) -> None:
-        with self._changed:
-            self._detours.discard(message.seq)
-            call = self._calls.pop(message.seq, None)
+        seq, spec = message.seq, message.spec
+        with self._lock:
+            call = self._calls.pop(seq, None)
             if call is None:
                 return  # The answer to a call that was sent twice.
-            self._statistics.counts["replies"] += 1
-            self._changed.notify()
+            if self._detours:
+                self._detours.discard(seq)
+            if self._waiting:
+                self._changed.notify()
+        counts = self._statistics.counts
+        counts["replies"] += 1
+        counts["received_bytes"] += spec.nbytes
         self._statistics.latencies.append(time.perf_counter() - call.started)
-        self._statistics.counts["received_bytes"] += message.spec.nbytes
-        if message.spec.nbytes >= memory.THRESHOLD:
-            self._reply_bytes[call.method] = message.spec.nbytes
+        if spec.nbytes >= memory.THRESHOLD:
+            self._reply_bytes[call.method] = spec.room
         try:
             if message.flags & wire.BULK:
-                if call.reply is None or call.reply.size < message.spec.nbytes:
-                    raise wire.WireError("a reply in memory that was not offered")
-                assert self._arena is not None
-                block, call.reply = call.reply, None
-                arrays = self._arena.lease(block, message.spec)
-                structure = message.spec.structure
-                tree = wire.unflatten(structure, arrays, message.values)
+                tree = self._lease(call, message)
             else:
-                tree = wire.message_tree(message)
+                tree = spec.build(message.frame, message.start, message.values)
         except wire.WireError as error:
-            call.future.set_error(error)
+            call.set_error(error)
             return
         finally:
-            self._release(call)
+            if call.request or call.reply:
+                call.release()
         if message.kind == wire.REPLY:
-            call.future.set_result(tree)
+            call.set_result(tree)
         else:
-            self._statistics.counts["errors"] += 1
-            call.future.set_error(RemoteError(**tree))
+            counts["errors"] += 1
+            call.set_error(RemoteError(**tree))
 
-    def _release(self, call: Call) -> None:
-        for block in (call.request, call.reply):
-            if block is not None:
-                assert self._arena is not None
-                self._arena.free(block)
-        call.request = call.reply = None
-
-    def _welcomed(self, welcome: dict) -> None:
-        with self._changed:
-            self._use_memory = bool(welcome["bulk"]) and self._arena is not None
-            self._max_bytes = welcome["max_bytes"]
-            self._heartbeat = welcome["heartbeat"]
-            self._handshakes_failed = 0
-            self._welcome = self._linked = True
-            self._open_lane(welcome["lane"])
-            for seq, call in self._calls.items():
-                self._transmit(seq, call)
-            self._changed.notify_all()
-
-    def _open_lane(self, offer: list | None) -> None:
-        self._close_lane()
-        if offer and self._arena:
-            self._lane = Lane.connect(offer[0], self._identity, offer[1])
-            if self._lane:
-                self._listener.add(self._lane.fileno)
-
-    def _close_lane(self) -> None:
-        with self._lock:
-            lane, self._lane = self._lane, None
-            self._detours.clear()
-        if lane:
-            self._listener.remove(lane.fileno)
-            while frame := lane.receive():  # Answers that came before its end.
-                self._decode(frame)
-            lane.close()
-
-    def _lane_ended(self, lane: Lane) -> None:
-        with self._lock:
-            if lane is self._lane:
-                self._close_lane()
-                if self._welcome:
-                    self._say_hello()  # If the server lives, it offers another.
-
-    def _say_hello(self) -> None:
-        with self._lock:
-            self._close_lane()
-            self._welcome = False
-            self._send_control(wire.HELLO, self._hello)
-
-    def _send_control(self, kind: int, data: Any = None) -> None:
-        structure, arrays, values = wire.flatten(data)
-        spec = self._codec.spec("", structure)
-        frame = self._codec.encode(kind, wire.NO_CALL, spec, values, arrays)
-        self._socket.send(frame)
+    def _lease(self, call: Call, message: wire.Message) -> Any:
+        """Returns a reply that lies in the memory which was offered for it."""
+        if call.reply is None or call.reply.size < message.spec.nbytes:
+            raise wire.WireError("a reply in memory that was not offered")
+        block, call.reply = call.reply, None
+        return message.spec.build(block.leased(), 0, message.values)
 
     def _fail(self, error: Exception) -> None:
         """Ends all open calls, and every later one, with an error."""
@@ -455,71 +295,14 @@ class Client:
             self._changed.notify_all()
         for call in calls:
             # Its memory is not reused: the server may still write there.
-            call.future.set_error(error)
+            call.set_error(error)
         self._listener.interrupt()
 
-    # The background thread.
+    def _send_open_calls(self) -> None:
+        self._detours.clear()
+        for seq, call in self._calls.items():
+            self._transmit(seq, call)
 
-    def _run(self) -> None:
-        next_beat = time.monotonic() + self._heartbeat
-        # A ZeroMQ descriptor signals nothing before the first look at its socket.
-        self._connection_events()
-        while not self._closing.is_set():
-            wait = max(0, next_beat - time.monotonic())
-            self._receive(self._listener.background(wait))
-            self._connection_events()
-            if self._listener.taken:
-                # It took the turn meanwhile, and may wait for what came here.
-                self._listener.interrupt()
-            now = time.monotonic()
-            if now >= next_beat:
-                next_beat = now + self._heartbeat
-                if self._welcome:
-                    self._send_control(wire.HEARTBEAT)
-        if self._welcome:
-            self._send_control(wire.BYE)
-        self._close_lane()
-        self._monitor.close()
-        self._socket.close()
-        self._context.destroy(linger=200)  # For the BYE.
-        self._listener.close()
-
-    def _connection_events(self) -> None:
-        while True:
-            try:
-                parts = self._monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            message = parse_monitor_message(parts)
-            event, value = message["event"], int(message["value"])
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._say_hello()
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._disconnected()
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._refused("it does not allow this client's key")
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self._refused("one of the two uses keys and the other does not")
-            elif value != errno.EAGAIN:  # That is a server too busy to answer.
-                self._handshakes_failed += 1
-                if self._handshakes_failed >= FAILED_HANDSHAKES:
-                    self._refused("its key is not the one expected")
-
-    def _disconnected(self) -> None:
-        with self._changed:
-            self._close_lane()
-            self._welcome = False
-            was_linked, self._linked = self._linked, False
-            if not was_linked:
-                return
-            self._statistics.counts["reconnects"] += 1
+    def _lost(self) -> None:
         if not self._autoconn:
             self._fail(Disconnected(f"{self.name}: {self.addr} is gone."))
-
-    def _refused(self, reason: str) -> None:
-        self._fail(
-            auth.AuthError(
-                f"{self.name}: no connection to {self.addr}: {reason}. Use the key "
-                "file of the run (--run.keyfile FILE) on both sides."
-            )
-        )

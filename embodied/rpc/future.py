@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PENDING, DONE, FAILED = range(3)
+PENDING, DONE, FAILED = range(3)  # The first is False.
 
 
 class Future:
@@ -17,16 +17,17 @@ class Future:
     asked. The client's receiving thread completes it, once.
     """
 
-    __slots__ = ("_callbacks", "_event", "_lock", "_state", "_value", "_wait", "call")
+    # Guards the change of state and the two below, of all futures: it is held for a
+    # moment only, and one for each would be most of what a future costs.
+    _lock = threading.Lock()
+    _event: threading.Event | None = None
+    _callbacks: tuple[Callable[[Future], None], ...] = ()
+    _state = PENDING
+    _value: Any = None
 
     def __init__(self, call: str, wait: Callable[[Future, float | None], None]):
         self.call = call  # Whom it waits for, for messages.
         self._wait = wait  # Lets the client receive in the waiting thread.
-        self._state = PENDING
-        self._value: Any = None
-        self._lock = threading.Lock()  # Guards the change of state and the two below.
-        self._event: threading.Event | None = None
-        self._callbacks: list[Callable[[Future], None]] = []
 
     def done(self) -> bool:
         """Whether there is a result or an error."""
@@ -44,8 +45,10 @@ class Future:
         Raises:
           TimeoutError: it was not done in time; asking again later is fine.
         """
-        if self._state == PENDING and not self.wait(timeout):
-            raise TimeoutError(f"No answer to {self.call} within {timeout} s.")
+        if not self._state:
+            self._wait(self, timeout)
+            if not self._state:
+                raise TimeoutError(f"No answer to {self.call} within {timeout} s.")
         if self._state == FAILED:
             raise self._value
         return self._value
@@ -60,7 +63,7 @@ class Future:
         """Calls back when done, from the thread that receives; at once if done."""
         with self._lock:
             if self._state == PENDING:
-                self._callbacks.append(callback)
+                self._callbacks = (*self._callbacks, callback)
                 return
         callback(self)
 
@@ -87,7 +90,7 @@ class Future:
                 return
             self._value = value
             self._state = state
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks, self._callbacks = self._callbacks, ()
             event = self._event
         if event is not None:
             event.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from embodied.rpc.lane import ATTACH_SECONDS, Lane, LaneServer, identify, matches
 from embodied.rpc.session import Session, Sessions
@@ -26,7 +25,7 @@ class Lanes:
         self,
         poller: Poller,
         sessions: Sessions,
-        handle_frame: Callable[[bytes, Any], None],
+        handle_frame: Callable[[Session, bytes], None],
     ):
         self._poller = poller
         self._sessions = sessions
@@ -42,13 +41,18 @@ class Lanes:
             return None
         return [self._listener.name, session.token]
 
-    def handle(self, ready: list[int]) -> None:
-        """Handles one frame of every connection among the ready descriptors."""
-        for descriptor in ready:
-            if descriptor == self._listener.fileno:
+    def handle(self, ready: list[tuple[int, int]]) -> list[int]:
+        """Handles a frame of every connection that is ready; returns what is none."""
+        others = []
+        for descriptor, _ in ready:
+            lane = self._lanes.get(descriptor)
+            if lane is not None:
+                self._next(lane)
+            elif descriptor == self._listener.fileno:
                 self._accept()
-            elif descriptor in self._lanes:
-                self._next(self._lanes[descriptor])
+            else:
+                others.append(descriptor)
+        return others
 
     def drain(self, client: bytes) -> None:
         """Handles all frames that a client has sent so far."""
@@ -97,7 +101,7 @@ class Lanes:
         if lane.owner is None:
             self._attach(lane, frame)
         else:
-            self._handle_frame(lane.owner.client, frame)
+            self._handle_frame(lane.owner, frame)
         return True
 
     def _attach(self, lane: Lane, packet: bytes) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import select
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
+from embodied.rpc.future import Future
 from embodied.rpc.sockets import Poller, Wakeup
 
 
@@ -33,8 +35,9 @@ class Listener:
         self._switch: Any = None
         if hasattr(select, "epoll"):
             self._background = Poller(monitor, self._control.fileno())
-            self._background.add(self._arrivals.fileno())
-            self._switch = self._background.arm
+            self._inner = self._arrivals.fileno()
+            self._background.add(self._inner)
+            self._switch = self._background.modify
         else:
             everything = (socket, swallowed.fileno(), monitor, self._control.fileno())
             self._background = Poller(*everything)
@@ -47,56 +50,58 @@ class Listener:
         """Listens to it no longer."""
         self._arrivals.remove(descriptor)
 
-    def take(self) -> bool:
-        """Takes the turn if it is free."""
+    def serve(
+        self, future: Future, timeout: float | None, handle: Callable[[list], None]
+    ) -> bool:
+        """Receives until a future is done or time is over; False if another does.
+
+        Args:
+          future: what the calling thread waits for.
+          timeout: for how many seconds.
+          handle: called with the descriptors at which something arrived.
+        """
         if not self._turn.acquire(blocking=False):
             return False
         if self._switch:
-            self._switch(self._arrivals.fileno(), False)
+            self._switch(self._inner, 0)
+        try:
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while not future.done():
+                if deadline is not None:
+                    timeout = deadline - time.monotonic()
+                    if timeout <= 0:
+                        break
+                handle(self._arrivals.wait(timeout))
+        finally:
+            if self._switch:
+                self._switch(self._inner, select.POLLIN)
+            self._turn.release()
         return True
-
-    def release(self) -> None:
-        """Gives the turn back; the background thread listens again."""
-        if self._switch:
-            self._switch(self._arrivals.fileno(), True)
-        self._turn.release()
 
     @property
     def taken(self) -> bool:
         """Whether a thread has the turn."""
         return self._turn.locked()
 
-    def wait(self, deadline: float | None) -> list[int] | None:
-        """Waits for arrivals; returns where, or None when the deadline has passed.
-
-        For the thread that has the turn.
-        """
-        timeout = None
-        if deadline is not None:
-            timeout = deadline - time.monotonic()
-            if timeout <= 0:
-                return None
-        return self._look(timeout)
-
     def interrupt(self) -> None:
         """Makes the thread that has the turn look at its future again."""
         self._interrupt.set()
+
+    def interrupted(self, descriptor: int) -> None:
+        """Takes an interrupt back, if it is what a descriptor stands for."""
+        if descriptor == self._interrupt.fileno():
+            self._interrupt.clear()
 
     def wake(self) -> None:
         """Makes the background thread look around."""
         self._control.set()
 
-    def background(self, timeout: float) -> list[int]:
+    def background(self, timeout: float) -> list[tuple[int, int]]:
         """Waits for what is the background thread's; returns where things arrived."""
-        if self._control.fileno() in self._background.wait(timeout):
+        control = self._control.fileno()
+        if any(fd == control for fd, _ in self._background.wait(timeout)):
             self._control.clear()
-        return [] if self.taken else self._look(0)
-
-    def _look(self, timeout: float | None) -> list[int]:
-        ready = self._arrivals.wait(timeout)
-        if self._interrupt.fileno() in ready:
-            self._interrupt.clear()
-        return ready
+        return [] if self.taken else self._arrivals.wait(0)
 
     def close(self) -> None:
         """Frees the descriptors. No thread may wait any more."""

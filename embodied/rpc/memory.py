@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import itertools
 import mmap
+import operator
 import os
 import threading
 import weakref
@@ -26,6 +28,9 @@ AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 THRESHOLD = 4096  # Bytes of arrays from which memory is faster than the frame.
 NAME = "embodied-bulk"
 _RELEASE_FROM = 1 << 16
+_EVERYTHING = itertools.repeat(...)
+_SET: Any = operator.setitem
+_PACK = wire.SEQ.pack
 _SEALS = 0
 if AVAILABLE:
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -50,11 +55,23 @@ def host_facts() -> dict[str, Any]:
 class Block:
     """One piece of memory that this process owns."""
 
-    __slots__ = ("fileno", "lease", "number", "pages", "size", "view")
+    __slots__ = (
+        "_arrays",
+        "_free",
+        "_head",
+        "_rows",
+        "_spec",
+        "_tail",
+        "fileno",
+        "lease",
+        "pages",
+        "place",
+        "size",
+    )
 
-    def __init__(self, number: int, size: int):
-        self.number = number
+    def __init__(self, number: int, size: int, free: deque[Block]):
         self.size = size
+        self._free = free  # Where unused blocks of this size wait.
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         self.fileno = os.memfd_create(NAME, flags)
         try:
@@ -66,16 +83,48 @@ class Block:
         except OSError:
             os.close(self.fileno)
             raise
-        self.view = memoryview(self.pages)
+        self.place = wire.PLACE.pack(number, self.fileno, size)  # For the other side.
         self.lease: Any = None
+        self._spec: wire.Spec | None = None  # Of the last request, as are all below.
+        self._rows = 0
+        self._arrays: list[np.ndarray] = []
+        self._head: bytes = b""
+        self._tail: bytes = b""
 
     def __del__(self) -> None:
         if hasattr(self, "pages"):
             os.close(self.fileno)
 
-    def where(self) -> list[int]:
-        """Number, descriptor and size: what the other side needs to map it."""
-        return [self.number, self.fileno, self.size]
+    def free(self) -> None:
+        """Gives the block back. The other side must be done with it."""
+        self._free.append(self)
+
+    def leased(self) -> Any:
+        """Returns a buffer of its bytes; the block is free when that is gone."""
+        # NumPy arrays keep the ctypes object alive through all views and slices, so
+        # its end is the moment at which nobody can read the block any more.
+        owner = (ctypes.c_ubyte * self.size).from_buffer(self.pages)
+        self.lease = weakref.ref(owner, lambda _: self.free())
+        return owner
+
+    def fill(self, spec: wire.Spec, arrays: list[np.ndarray], rows: int) -> None:
+        """Copies the arguments of a call to where they belong."""
+        if spec is not self._spec or rows != self._rows:
+            self._prepare(spec, rows)  # It mostly has the same use again.
+        # A loop in C: `target[...] = array` for each; none returns anything.
+        any(map(_SET, self._arrays, _EVERYTHING, arrays))
+
+    def frame(self, seq: int) -> bytes:
+        """The frame of the call that was filled in, for a client with no other."""
+        return self._head + _PACK(seq) + self._tail
+
+    def _prepare(self, spec: wire.Spec, rows: int) -> None:
+        self._arrays = wire.payload_arrays(spec, self.pages)
+        places = (self.place, wire.NOWHERE)
+        frame = wire.Codec.encode(wire.CALL, 0, spec, (), [], rows, places, (), True)
+        end = wire.PRELUDE.size
+        self._head, self._tail = frame[: end - wire.SEQ.size], frame[end:]
+        self._spec, self._rows = spec, rows
 
 
 class Arena:
@@ -92,38 +141,25 @@ class Arena:
         self._free: dict[int, deque[Block]] = {}
         self._lock = threading.Lock()
 
-    def allocate(self, nbytes: int) -> Block | None:
-        """Returns a block of at least that size, or None where memory is short."""
-        size = max(mmap.PAGESIZE, 1 << (nbytes - 1).bit_length())
+    def allocate(self, size: int) -> Block | None:
+        """Returns a block, of `wire.block_bytes`, or None where memory is short."""
         free = self._free.get(size)
         if free:
             try:
-                return free.popleft()
+                return free.pop()  # The last one: it is still in the caches.
             except IndexError:
                 pass  # Another thread took it.
         with self._lock:
             if self._total + size > self._limit:
                 return None
+            free = self._free.setdefault(size, deque())
             try:
-                block = Block(self._count, size)
+                block = Block(self._count, size, free)
             except OSError:
                 return None
             self._count += 1
             self._total += size
-            self._free.setdefault(size, deque())
         return block
-
-    def free(self, block: Block) -> None:
-        """Gives a block back. The other side must be done with it."""
-        self._free[block.size].append(block)
-
-    def lease(self, block: Block, spec: wire.Spec) -> list[np.ndarray]:
-        """Returns a payload's arrays in a block that is freed when they are gone."""
-        # NumPy arrays keep the ctypes object alive through all views and slices, so
-        # its end is the moment at which nobody can read the block any more.
-        owner = (ctypes.c_ubyte * block.size).from_buffer(block.pages)
-        block.lease = weakref.ref(owner, lambda _: self.free(block))
-        return wire.payload_arrays(spec, owner)
 
 
 def write(target: memoryview, spec: wire.Spec, arrays: list[np.ndarray]) -> None:
@@ -158,6 +194,24 @@ def _write_one(target: memoryview, leaf: wire.Leaf, array: np.ndarray) -> None:
         np.copyto(place.reshape(leaf.shape), array)
 
 
+class Mapping:
+    """A block of another process."""
+
+    __slots__ = ("_slices", "_spec", "pages")
+
+    def __init__(self, pages: mmap.mmap):
+        self.pages = pages
+        self._spec: wire.Spec | None = None
+        self._slices: list[memoryview] = []
+
+    def slices(self, spec: wire.Spec) -> list[memoryview]:
+        """The bytes of each array of a payload."""
+        if spec is not self._spec:  # A block mostly has the same use again.
+            self._slices = wire.payload_slices(spec, self.pages)
+            self._spec = spec
+        return self._slices
+
+
 class PeerMemory:
     """Another process's blocks, mapped by a server for one client.
 
@@ -166,7 +220,10 @@ class PeerMemory:
     """
 
     def __init__(self, facts: Any, limit: int = 8 << 30, max_blocks: int = 4096):
-        self._blocks: dict[int, tuple[tuple, mmap.mmap]] = {}
+        self._blocks: dict[bytes, Mapping] = {}
+        # What the server found out about frames whose arrays lie here, by their bytes.
+        self.known: dict[bytes, Any] = {}
+        self._numbers: set[int] = set()
         self._total = 0
         self._limit = limit
         self._max_blocks = max_blocks
@@ -181,34 +238,32 @@ class PeerMemory:
         )
         self.pid: int | None = facts["pid"] if same_host else None
 
-    def map(self, where: Any) -> mmap.mmap:
+    def map(self, place: bytes) -> Mapping:
         """Maps a block, or returns the mapping made before.
 
         Raises:
           wire.WireError: it is not a sealed block of the client.
         """
-        match where:
-            case [int() as number, int() as fileno, int() as size]:
-                pass
-            case _:
-                raise wire.WireError("shared memory is not number, descriptor, size")
-        known = self._blocks.get(number)
-        if known and known[0] == (fileno, size):
-            return known[1]
+        known = self._blocks.get(place)
+        if known is not None:
+            return known
+        number, fileno, size = wire.PLACE.unpack(place)
         if self.pid is None:
             raise wire.WireError("this client shares no memory with the server")
-        if known or self._total + size > self._limit:
+        if number in self._numbers or self._total + size > self._limit:
             raise wire.WireError("the client's shared memory is over the limit")
         if len(self._blocks) >= self._max_blocks or size <= 0:
             raise wire.WireError("the client has too many blocks of shared memory")
-        pages = self._open(fileno, size)
-        self._blocks[number] = ((fileno, size), pages)
+        mapping = self._blocks[place] = Mapping(self._open(fileno, size))
+        self._numbers.add(number)
         self._total += size
-        return pages
+        return mapping
 
     def clear(self) -> None:
         """Lets go of all blocks; those in use are unmapped when they are not."""
         self._blocks.clear()
+        self.known.clear()
+        self._numbers.clear()
         self._total = 0
 
     def _open(self, fileno: int, size: int) -> mmap.mmap:

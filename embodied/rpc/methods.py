@@ -22,7 +22,8 @@ class Method(NamedTuple):
     schema: dict | None
     once: bool
     output: bool
-    batching: Any = None  # What a BatchServer needs; None for a plain method.
+    batching: Any  # What a BatchServer needs; None for a plain method.
+    checked: set[tuple[wire.Spec, int]]  # What was found to fit the schema.
 
 
 class Job(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class Outbox:
         self,
         seq: int,
         spec: wire.Spec,
-        values: list,
+        values: Sequence[Any],
         arrays: list[np.ndarray],
         reply_memory: Any,
         made: bool = False,
@@ -48,19 +49,19 @@ class Outbox:
             write = memory.write_made if made else memory.write
             write(memoryview(reply_memory), spec, arrays)
         elif spec.nbytes > self._codec.max_bytes:
-            raise wire.WireError(
-                f"a reply of {spec.nbytes} bytes is more than the limit of "
-                f"{self._codec.max_bytes}"
-            )
+            raise self._too_large(spec.nbytes)
         frame = self._codec.encode(
             wire.REPLY, seq, spec, values, arrays, in_memory=in_memory
         )
         if len(frame) > self._codec.max_bytes + MESSAGE_SLACK:
-            raise wire.WireError(
-                f"a reply of {len(frame)} bytes is more than the limit of "
-                f"{self._codec.max_bytes}"
-            )
+            raise self._too_large(len(frame))
         return frame
+
+    def _too_large(self, nbytes: int) -> wire.WireError:
+        return wire.WireError(
+            f"a reply of {nbytes} bytes is more than the limit of "
+            f"{self._codec.max_bytes}"
+        )
 
     def exception(self, seq: int, method: str, error: Exception) -> bytes:
         """Encodes what a function raised."""

@@ -32,7 +32,8 @@ import zmq
 
 from embodied.rpc import auth, portal_wire, sockets, wire
 from embodied.rpc.batching import BatchServer
-from embodied.rpc.client import Client, RemoteError
+from embodied.rpc.calls import RemoteError
+from embodied.rpc.client import Client
 from embodied.rpc.future import Future
 from embodied.rpc.portal_client import PortalClient
 from embodied.rpc.portal_wire import import_portal

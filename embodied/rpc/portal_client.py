@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from embodied.rpc import auth, portal_wire, sockets, wire
-from embodied.rpc.client import Disconnected
+from embodied.rpc.calls import Disconnected
 from embodied.rpc.future import Future
 from embodied.rpc.session import MAX_INFLIGHT
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from embodied.rpc import wire
-from embodied.rpc.client import RemoteError
+from embodied.rpc.calls import RemoteError
 from embodied.rpc.sockets import MESSAGE_SLACK
 
 HEAD = struct.Struct("<QQ")

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -114,7 +114,7 @@ class Server:
           output: workfn takes a keyword `output`, an `Output` for its reply.
         """
         pool = self._own_pool(name, workers)
-        self._add(Method(name, workfn, postfn, pool, schema, once, output))
+        self._add(Method(name, workfn, postfn, pool, schema, once, output, None, set()))
 
     def start(self, block: bool = True) -> None:
         """Starts to answer; with `block`, returns when the server is closed."""
@@ -136,7 +136,7 @@ class Server:
         self._outbox.socket = self._socket
         self._poller.add(self._socket.fileno)
         if lane.AVAILABLE:
-            self._lanes = Lanes(self._poller, self.sessions, self._frame)
+            self._lanes = Lanes(self._poller, self.sessions, self._lane_frame)
         for pool in self._pools:
             pool.start()
         self._post.start()
@@ -249,14 +249,17 @@ class Server:
                 due = expire_at if due is None else min(due, expire_at)
             ready = self._poller.wait(None if due is None else max(0, due - now))
             # Only those that have something: asking the others costs as much.
-            if self._gate and self._gate.fileno in ready:
-                self._gate.handle()
-            if self._lanes:
-                self._lanes.handle(ready)
-            if self._socket.fileno in ready or self._wakeup.fileno() in ready:
-                for parts in self._socket.receive():
-                    self._receive(parts)
+            others = self._lanes.handle(ready) if self._lanes else [x[0] for x in ready]
+            if others:
+                self._handle_socket(others)
             self._after_receive()
+
+    def _handle_socket(self, ready: list[int]) -> None:
+        if self._gate and self._gate.fileno in ready:
+            self._gate.handle()
+        if self._socket.fileno in ready or self._wakeup.fileno() in ready:
+            for parts in self._socket.receive():
+                self._receive(parts)
 
     def _due(self) -> float | None:
         """When the loop has to wake up although nothing came."""
@@ -275,6 +278,9 @@ class Server:
             self._lanes.drain(client)
         self._frame(client, contents(parts[1]))
 
+    def _lane_frame(self, session: Session, frame: bytes) -> None:
+        self._frame(session.client, frame)
+
     def _frame(self, client: bytes, frame: Any) -> None:
         self._statistics.counts["received_bytes"] += len(frame)
         try:
@@ -285,8 +291,11 @@ class Server:
         try:
             self._message(client, message)
         except Exception:
-            # A mistake of ours that one message brought out must not end the others.
-            self._statistics.reject("internal", traceback.format_exc())
+            self._mistake()
+
+    def _mistake(self) -> None:
+        """One of ours, which a message brought out, and which must not end others."""
+        self._statistics.reject("internal", traceback.format_exc())
 
     def _message(self, client: bytes, message: wire.Message) -> None:
         if message.kind == wire.HELLO:
@@ -328,33 +337,49 @@ class Server:
         name = message.spec.method
         method = self._methods.get(name)
         once = method is not None and method.once
-        state, reply = session.begin(message.seq, message.open, once)
-        if state == NEW:
-            self._statistics.counts["calls"] += 1
+        if self._begin(session, message.seq, message.open, once):
             try:
                 self._check(method, message)
                 assert method is not None
                 self._accept(session, message, method)
             except wire.WireError as error:
-                self._statistics.reject("request", f"{session.name}: {error}")
-                text = f"Server {self.name} refused '{name[:100]}': {error}"
-                frame = self._outbox.error(message.seq, "bad", text)
-                self._outbox.finish(session, message.seq, frame)
-        elif state == REFUSED:
+                self._refuse(session, message.seq, name, error)
+
+    def _refuse(
+        self, session: Session, seq: int, name: str, error: wire.WireError
+    ) -> None:
+        self._statistics.reject("request", f"{session.name}: {error}")
+        text = f"Server {self.name} refused '{name[:100]}': {error}"
+        self._outbox.finish(session, seq, self._outbox.error(seq, "bad", text))
+
+    def _begin(
+        self, session: Session, seq: int, open_calls: Sequence[int], once: bool
+    ) -> bool:
+        """Registers a call; False if it is not to be applied, and was answered."""
+        state, reply = session.begin(seq, open_calls, once)
+        if state == NEW:
+            self._statistics.counts["calls"] += 1
+            return True
+        if state == REFUSED:
             text = f"{session.name} has more than {session.max_inflight} calls open"
             self._statistics.reject("credits", text)
-            frame = self._outbox.error(message.seq, "credits", text)
-            self._outbox.send(session, frame)
+            self._outbox.send(session, self._outbox.error(seq, "credits", text))
         elif reply is not None:
             self._statistics.counts["repeated"] += 1
             self._outbox.send(session, reply)
+        return False
 
     def _check(self, method: Method | None, message: wire.Message) -> None:
         if method is None:
             known = ", ".join(sorted(self._methods))
             raise wire.WireError(f"there is no such method; there are: {known}")
         if method.schema is not None:
-            wire.check_schema(method.schema, message.spec.structure, message.rows)
+            shape = (message.spec, message.rows)
+            if shape not in method.checked:
+                wire.check_schema(method.schema, message.spec.structure, message.rows)
+                if len(method.checked) >= wire.MAX_CACHED_SPECS:
+                    method.checked.clear()
+                method.checked.add(shape)
 
     def _accept(self, session: Session, message: wire.Message, method: Method) -> None:
         """Hands a call to a worker."""
@@ -364,10 +389,8 @@ class Server:
         else:
             # The client takes its memory back with the reply; the function may keep
             # its arguments longer.
-            owned = bytearray(memoryview(request)[: message.spec.nbytes])
-            arrays = wire.payload_arrays(message.spec, owned)
-            structure = message.spec.structure
-            arguments = wire.unflatten(structure, arrays, message.values)
+            owned = bytearray(memoryview(request.pages)[: message.spec.nbytes])
+            arguments = message.spec.build(owned, 0, message.values)
         if not isinstance(arguments, tuple):
             raise wire.WireError("the arguments are not a tuple")
         ticket = self._post.ticket() if method.postfn else None
@@ -375,22 +398,18 @@ class Server:
         job = Job(session, message.seq, method, arguments, reply_memory, ticket, now)
         method.pool.put(job, session.queues)
 
-    def _memory(self, session: Session, message: wire.Message) -> tuple[Any, Any]:
+    def _memory(
+        self, session: Session, message: wire.Message
+    ) -> tuple[memory.Mapping | None, Any]:
         """Maps the client's memory for a call's arrays and for its reply."""
-        match message.bulk:
-            case None:
-                request = reply = None
-            case [request, reply]:
-                pass
-            case _:
-                raise wire.WireError("shared memory is not a pair")
+        request, reply = message.places
         request_memory = reply_memory = None
         if message.flags & wire.BULK:
             request_memory = session.memory.map(request)
-            if len(request_memory) < message.spec.nbytes:
+            if len(request_memory.pages) < message.spec.nbytes:
                 raise wire.WireError("the arrays are larger than their shared memory")
-        if reply is not None:
-            reply_memory = session.memory.map(reply)
+        if reply != wire.NOWHERE:
+            reply_memory = session.memory.map(reply).pages
         return request_memory, reply_memory
 
     # Worker threads.
@@ -410,8 +429,7 @@ class Server:
                     result = method.workfn(*job.arguments)
                 if method.postfn:
                     result, info = result
-                structure, arrays, values = wire.flatten(result)
-                spec = self._codec.spec("", structure)
+                spec, arrays, values = self._codec.result(method.name, result)
                 frame = self._outbox.reply(
                     job.seq, spec, values, arrays, job.reply_memory, made
                 )

@@ -13,14 +13,14 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from embodied.rpc import wire
 from embodied.rpc.lane import TOKEN_BYTES, Lane
 from embodied.rpc.memory import PeerMemory
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_INFLIGHT = 256  # Calls of one client that wait for a reply or its confirmation.
 MAX_AWAY = 1000  # Sessions of clients that are gone, kept for their return.
 AWAY_SECONDS = 600.0
@@ -71,7 +71,7 @@ class Session:
         self.memory = PeerMemory(hello.get("host"))
 
     def begin(
-        self, seq: int, open_calls: list[int], once: bool
+        self, seq: int, open_calls: Sequence[int], once: bool
     ) -> tuple[int, bytes | None]:
         """Registers a call: NEW, REPEATED (with its reply if there is one), REFUSED.
 
@@ -86,15 +86,16 @@ class Session:
                 return REPEATED, self._replies[seq]
             if seq <= self._highest and seq not in self._missing:
                 return REPEATED, None
-            for old in [x for x in self._replies if x < seq]:
-                if old not in open_calls and self._replies[old] is not None:
+            for old in list(self._replies):
+                if old < seq and old not in open_calls and self._replies[old]:
                     self._drop(old)
             if max(len(self._replies), len(open_calls)) >= self.max_inflight:
                 return REFUSED, None
             if seq > self._highest:
-                late = range(self._highest + 1, seq)
-                self._missing = {x for x in self._missing if x in open_calls}
-                self._missing.update(x for x in open_calls if x in late)
+                if self._missing or open_calls:
+                    late = range(self._highest + 1, seq)
+                    self._missing = {x for x in self._missing if x in open_calls}
+                    self._missing.update(x for x in open_calls if x in late)
                 self._highest = seq
             else:
                 self._missing.discard(seq)
@@ -156,6 +157,7 @@ class Sessions:
         self._timeout = timeout
         self._sessions: dict[bytes, Session] = {}
         self._slots: dict[Any, int] = {}
+        self._present = 0
         self.on_join: list[Callable[[Session], None]] = []
         self.on_leave: list[Callable[[Session], None]] = []
 
@@ -163,7 +165,7 @@ class Sessions:
         return iter([x for x in list(self._sessions.values()) if not x.away])
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return self._present
 
     def slots(self, group: Any) -> int:
         """Env slots that connected clients of a group have registered."""
@@ -176,8 +178,7 @@ class Sessions:
             session = Session(client, hello)
             self._sessions[client] = session
         else:
-            if not session.away:
-                self._depart(session)
+            self.lost(session)
             session.update(hello)
         session.greeted = True
         self._arrive(session)
@@ -248,12 +249,14 @@ class Sessions:
     def _arrive(self, session: Session) -> None:
         session.away = False
         session.heard = time.monotonic()
+        self._present += 1
         if session.slots:
             self._slots[session.group] = self.slots(session.group) + session.slots
         for callback in self.on_join:
             callback(session)
 
     def _depart(self, session: Session) -> None:
+        self._present -= 1
         if session.slots:
             self._slots[session.group] = self.slots(session.group) - session.slots
         for callback in self.on_leave:

@@ -13,6 +13,7 @@ import resource
 import select
 import socket as sockets
 import threading
+from collections.abc import Callable
 from typing import Any, cast
 
 import zmq
@@ -225,16 +226,18 @@ class Poller:
     def __init__(self, *descriptors: int):
         self._epoll = hasattr(select, "epoll")
         self._poll: Any = select.epoll() if self._epoll else select.poll()
+        # Returns descriptors and events, after at most so many seconds.
+        self.wait: Callable[[float | None], list[tuple[int, int]]] = (
+            self._poll.poll if self._epoll else self._wait_milliseconds
+        )
+        # Changes a descriptor's events, without waking whoever waits. For Linux.
+        self.modify: Callable[[int, int], None] = self._poll.modify
         for descriptor in descriptors:
             self.add(descriptor)
 
     def add(self, descriptor: int) -> None:
         """Waits for this one too. On Linux, any thread."""
         self._poll.register(descriptor, select.POLLIN)
-
-    def arm(self, descriptor: int, listen: bool) -> None:
-        """Waits for this one, or not, without waking whoever waits. Linux only."""
-        self._poll.modify(descriptor, select.POLLIN if listen else 0)
 
     def fileno(self) -> int:
         """The descriptor that is readable when one of the others is. Linux only."""
@@ -244,18 +247,15 @@ class Poller:
         """Waits for this one no longer."""
         self._poll.unregister(descriptor)
 
-    def wait(self, seconds: float | None) -> list[int]:
-        """Returns those that are readable, after at most so many seconds."""
-        if self._epoll:
-            return [fd for fd, _ in self._poll.poll(seconds)]
-        # Rounded up, so that it never spins.
-        milliseconds = None if seconds is None else int(seconds * 1000) + (seconds > 0)
-        return [fd for fd, _ in self._poll.poll(milliseconds)]
-
     def close(self) -> None:
         """Frees what it holds."""
         if self._epoll:
             self._poll.close()
+
+    def _wait_milliseconds(self, seconds: float | None) -> list[tuple[int, int]]:
+        # Rounded up, so that it never spins.
+        milliseconds = None if seconds is None else int(seconds * 1000) + (seconds > 0)
+        return self._poll.poll(milliseconds)
 
 
 def _resolve(host: str) -> str:

@@ -6,8 +6,8 @@ The prelude says what kind of message it is and how long its parts are. The spec
 holds the method's name and the structure, dtypes and shapes of its data. It is the
 same bytes for every call of the same shape, so both sides look it up instead of
 building or parsing it again. The extra part holds what differs from call to call:
-plain values, where in shared memory the arrays lie when they are not in the frame,
-and which other calls are open. Arrays start at multiples of 64 bytes.
+where in shared memory the arrays lie when they are not in the frame, which other calls
+are open, and plain values. Arrays start at multiples of 64 bytes.
 
 Nothing here trusts the other side: counts, depth, dtypes, shapes and lengths are
 checked before anything is allocated, and a frame that does not fit raises WireError.
@@ -15,18 +15,46 @@ checked before anything is allocated, and a frame that does not fit raises WireE
 
 from __future__ import annotations
 
-import functools
 import math
-import re
+import operator
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes
-import msgpack
 import numpy as np
 
-PRELUDE = struct.Struct("<4sBBHIIQ")
+from embodied.rpc.trees import (
+    MAX_DEPTH,
+    MAX_LEAVES,
+    WireError,
+    array_leaves,
+    as_lists,
+    check,
+    check_schema,
+    check_structure,
+    dtype_name,
+    flatten,
+    pack,
+    unflatten,
+    unpack,
+)
+
+__all__ = [  # What others use of this module and of the one below it.
+    "MAX_DEPTH",
+    "Codec",
+    "Leaf",
+    "Message",
+    "Spec",
+    "WireError",
+    "check",
+    "check_schema",
+    "dtype_name",
+    "flatten",
+    "unflatten",
+]
+
+PRELUDE = struct.Struct("<4sBBHIIQ")  # Its last field is the number of the call.
+SEQ = struct.Struct("<Q")
 MAGIC = b"EMB1"
 ALIGN = 64
 
@@ -35,38 +63,18 @@ HELLO, WELCOME, HEARTBEAT, BYE, CALL, REPLY, ERROR, STRANGER = range(8)
 
 # Flags.
 BULK = 1  # The arrays lie in shared memory.
+PLACES = 2  # The extra part starts with two places in it, of request and reply.
+OPEN = 4  # Then come the numbers of other calls, and how many they are.
+
+PLACE = struct.Struct("<IIQ")  # Number, descriptor and size of a block of memory.
+NOWHERE = bytes(PLACE.size)
 NO_CALL = (1 << 64) - 1  # The number of messages that belong to no call.
 
-MAX_LEAVES = 4096
-MAX_DEPTH = 16
 MAX_SPEC_BYTES = 1 << 20
-MAX_ARRAY_BYTES = 1 << 48
 MAX_CACHED_SPECS = 512
 
-_PLAIN_DTYPE = re.compile(
-    r"[<>|=]?(\?|[biufc]\d{1,2}|[SU][1-9]\d{0,8}|[mM]8(\[\d*\w+\])?)"
-)
-_EXTENDED_DTYPES = {
-    name: np.dtype(getattr(ml_dtypes, name))
-    for name in (
-        "bfloat16",
-        "float8_e3m4",
-        "float8_e4m3",
-        "float8_e4m3b11fnuz",
-        "float8_e4m3fn",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-        "int4",
-        "uint4",
-    )
-}
-_EXTENDED_NAMES = {dtype: name for name, dtype in _EXTENDED_DTYPES.items()}
-
-
-class WireError(ValueError):
-    """A message that cannot be sent, or one that came and cannot be understood."""
+_COUNT = struct.Struct("<H")
+_BOTH = 2 * PLACE.size
 
 
 class Leaf(NamedTuple):
@@ -81,11 +89,19 @@ class Leaf(NamedTuple):
 class Spec:
     """Method, structure, dtypes and shapes of a message, and its payload's layout.
 
-    The structure is a nested tuple: ('a', dtype, shape) for an array, ('v',) for a
-    plain value, ('d', keys, children), ('l', children) and ('t', children).
+    The structure is one of `embodied/rpc/trees.py`.
     """
 
-    __slots__ = ("encoded", "leaves", "method", "nbytes", "row", "structure")
+    __slots__ = (
+        "encoded",
+        "keys",
+        "leaves",
+        "method",
+        "nbytes",
+        "room",
+        "row",
+        "structure",
+    )
 
     def __init__(self, method: str, structure: tuple, encoded: bytes):
         self.method = method
@@ -94,11 +110,28 @@ class Spec:
         self.row: tuple | None = None  # Of a stack, once it was asked for.
         self.leaves: list[Leaf] = []
         offset = 0
-        for dtype, shape in _array_leaves(structure):
+        for dtype, shape in array_leaves(structure):
             nbytes = math.prod(shape) * dtype.itemsize
             self.leaves.append(Leaf(dtype, shape, offset, nbytes))
             offset += -(-nbytes // ALIGN) * ALIGN
         self.nbytes = offset  # Of the payload, each array padded.
+        self.room = block_bytes(offset)
+        # Of the commonest structure, a dict of arrays, which is quick to build.
+        self.keys: tuple[str, ...] | None = None
+        if structure[0] == "d" and all(child[0] == "a" for child in structure[2]):
+            self.keys = structure[1]
+
+    def build(self, buffer: Any, start: int, values: Sequence[Any]) -> Any:
+        """Puts the arrays of a payload and plain values together again."""
+        arrays = payload_arrays(self, buffer, start)
+        if self.keys is None or values:
+            return unflatten(self.structure, arrays, values)
+        return dict(zip(self.keys, arrays))
+
+
+def block_bytes(nbytes: int) -> int:
+    """The size of a block of memory that so many bytes fit in: a power of two."""
+    return 1 << max(12, (nbytes - 1).bit_length())
 
 
 class Message(NamedTuple):
@@ -109,17 +142,42 @@ class Message(NamedTuple):
     rows: int  # 0: one unstacked call; n: a stack of n.
     seq: int
     spec: Spec
-    values: list
-    bulk: Any
-    open: list[int]  # Numbers of the sender's other calls that have no reply yet.
+    values: Sequence[Any]
+    places: tuple[bytes, bytes]  # Of request and reply in shared memory, or NOWHERE.
+    open: Sequence[int]  # Numbers of the sender's calls that have no reply yet.
     frame: Any  # Owner of the bytes: arrays in the frame keep it alive.
     start: int  # Where the payload begins in the frame.
 
 
-class Codec:
-    """Encodes and decodes frames, with a bounded table of the specs it has seen.
+class Plan:
+    """What the data of a method looked like the last time; it mostly does again.
 
-    Each table belongs to one client or server. Several threads may use it: lookups
+    Comparing a dict of arrays with it is much cheaper than to take it apart.
+    """
+
+    __slots__ = ("_keys", "_looks", "_types", "spec")
+
+    def __init__(self, spec: Spec, data: dict[str, Any]):
+        self.spec = spec
+        self._keys = tuple(data)
+        self._types = list(map(type, data.values()))
+        self._looks = list(map(_LOOKS, data.values()))
+
+    def arrays(self, data: Any) -> list | None:
+        """Returns the arrays of data that looks the same; None if it does not."""
+        if type(data) is not dict or tuple(data) != self._keys:
+            return None
+        arrays = list(data.values())
+        # Loops in C: this runs for every call, in processes whose caches are cold.
+        if list(map(type, arrays)) != self._types:
+            return None
+        return arrays if list(map(_LOOKS, arrays)) == self._looks else None
+
+
+class Codec:
+    """Encodes and decodes frames, with bounded tables of the specs it has seen.
+
+    The tables belong to one client or server. Several threads may use them: lookups
     and insertions are single dict operations.
     """
 
@@ -127,83 +185,112 @@ class Codec:
         self.max_bytes = max_bytes
         self._by_structure: dict[tuple, Spec] = {}
         self._by_bytes: dict[bytes, Spec] = {}
+        self._heads: dict[bytes, tuple[int, int, int, int, int]] = {}
+        self._plans: dict[str, Plan] = {}
+        # Size, head, kind, spec and start of payload of the last plain frame.
+        self._last: tuple[int, bytes, int, Any, int] = (-1, b"", 0, None, 0)
 
     def spec(self, method: str, structure: tuple) -> Spec:
         """Returns the spec of a structure that `flatten` made."""
         key = (method, structure)
         spec = self._by_structure.get(key)
         if spec is None:
-            encoded = _pack([method, structure])
+            encoded = pack([method, structure])
             if len(encoded) > MAX_SPEC_BYTES:
                 raise WireError(f"keys and shapes take {len(encoded)} bytes, too many")
-            _check_structure(_as_lists(structure), 0, [MAX_LEAVES])
+            check_structure(as_lists(structure), 0, [MAX_LEAVES])
             spec = Spec(method, structure, encoded)
             if len(self._by_structure) >= MAX_CACHED_SPECS:
                 self._by_structure.clear()
             self._by_structure[key] = spec
         return spec
 
+    def call(self, method: str, arguments: tuple) -> tuple[Spec, list, Sequence[Any]]:
+        """Returns the spec, arrays and plain values of a call."""
+        plan = self._plans.get(method)
+        if plan is not None and len(arguments) == 1:
+            arrays = plan.arrays(arguments[0])
+            if arrays is not None:
+                return plan.spec, arrays, ()
+        structure, arrays, values = flatten(arguments)
+        spec = self.spec(method, structure)
+        if len(arguments) == 1:
+            self._keep_plan(method, spec, arguments[0], np.ndarray | np.generic)
+        return spec, arrays, values
+
+    def result(self, method: str, tree: Any) -> tuple[Spec, list, Sequence[Any]]:
+        """Returns the spec, arrays and plain values of a method's result."""
+        key = f"={method}"
+        plan = self._plans.get(key)
+        if plan is not None:
+            arrays = plan.arrays(tree)
+            if arrays is not None:
+                return plan.spec, arrays, ()
+        structure, arrays, values = flatten(tree)
+        spec = self.spec("", structure)
+        self._keep_plan(key, spec, tree, np.ndarray)
+        return spec, arrays, values
+
+    def _keep_plan(self, key: str, spec: Spec, data: Any, kind: Any) -> None:
+        if type(data) is dict and all(isinstance(x, kind) for x in data.values()):
+            if len(self._plans) >= MAX_CACHED_SPECS:
+                self._plans.clear()
+            self._plans[key] = Plan(spec, data)
+
+    @staticmethod
     def encode(
-        self,
         kind: int,
         seq: int,
         spec: Spec,
-        values: list,
+        values: Sequence[Any],
         arrays: list[np.ndarray],
         rows: int = 0,
-        bulk: Any = None,
-        open: list[int] | None = None,
+        places: tuple[bytes, bytes] | None = None,
+        open: Collection[int] = (),
         in_memory: bool = False,
     ) -> bytes:
         """Builds a frame; with `in_memory` the arrays are already elsewhere."""
+        flags = BULK if in_memory else 0
         extra = b""
-        if values or bulk or open:
-            extra = _pack((values, bulk, open or ()))
+        if places is not None:
+            flags |= PLACES
+            extra = places[0] + places[1]
+        if open:
+            flags |= OPEN
+            count = len(open)
+            extra += struct.pack(f"<H{count}Q", count, *open)
+        if values:
+            extra += pack(values)
         if not 0 <= rows < 1 << 16:
             raise WireError(f"a stack has 0 to 65535 rows, not {rows}")
-        flags = BULK if in_memory else 0
-        sizes = len(spec.encoded), len(extra)
+        encoded = spec.encoded
+        sizes = len(encoded), len(extra)
         head = PRELUDE.pack(MAGIC, kind, flags, rows, *sizes, seq)
         if in_memory or not arrays:
-            return b"".join((head, spec.encoded, extra))
-        length = PRELUDE.size + sum(sizes)
-        parts: list[Any] = [head, spec.encoded, extra, _PADDING[-length % ALIGN]]
-        for array, leaf in zip(arrays, spec.leaves):
-            parts.append(as_bytes(array))
-            parts.append(_PADDING[-leaf.nbytes % ALIGN])
-        return b"".join(parts)
+            return head + encoded + extra
+        return _with_payload([head, encoded, extra], spec, map(as_bytes, arrays))
 
     def decode(self, frame: Any) -> Message:
         """Checks a frame and returns what it says, without touching its arrays."""
-        view = memoryview(frame)
-        size = len(view)
-        if size < PRELUDE.size:
-            raise WireError(f"expected at least {PRELUDE.size} bytes, got {size}")
-        magic, kind, flags, rows, spec_size, extra_size, seq = PRELUDE.unpack_from(view)
-        if magic != MAGIC:
-            raise WireError(f"expected a message that starts with {MAGIC!r}")
-        length = PRELUDE.size + spec_size + extra_size
-        if kind > STRANGER or spec_size > MAX_SPEC_BYTES or length > size:
-            raise WireError(
-                f"kind {kind} with a header of {spec_size} and {extra_size} bytes does "
-                f"not fit a message of {size} bytes"
-            )
-        encoded = bytes(view[PRELUDE.size : PRELUDE.size + spec_size])
-        spec = self._by_bytes.get(encoded)
-        if spec is None:
-            spec = self._parse(encoded)
-        values: list = []
-        bulk, open_calls = None, values
-        if extra_size:
-            extra = _unpack(view[PRELUDE.size + spec_size : length])
-            match extra:
-                case [list() as values, bulk, list() as open_calls]:
-                    pass
-                case _:
-                    raise WireError("the part after the header is not as expected")
-            if any(type(x) is not int for x in open_calls):
-                raise WireError("the open calls are not numbers")
-        start = -(-length // ALIGN) * ALIGN
+        size = len(frame)
+        last = self._last  # Answers to a client mostly look alike.
+        if size == last[0] and frame[:_HEAD_SIZE] == last[1] and type(frame) is bytes:
+            _, _, kind, spec, start = last
+            if frame.startswith(spec.encoded, _PRELUDE_SIZE):
+                (seq,) = SEQ.unpack_from(frame, _HEAD_SIZE)
+                return Message(kind, 0, 0, seq, spec, (), _NO_PLACES, (), frame, start)
+        head = bytes(frame[:_HEAD_SIZE])
+        known = self._heads.get(head)
+        kind, flags, rows, begin, length = known or _read_head(head)
+        if length > size:
+            raise WireError(f"expected at least {length} bytes, got {size}")
+        (seq,) = SEQ.unpack_from(frame, _HEAD_SIZE)
+        encoded = bytes(frame[_PRELUDE_SIZE:begin])
+        spec = self._by_bytes.get(encoded) or self._parse(encoded)
+        places, open_calls, values = _NO_EXTRA
+        if length != begin:
+            places, open_calls, values = _extra(flags, bytes(frame[begin:length]))
+        start = (length + ALIGN - 1) & -ALIGN
         if spec.nbytes > self.max_bytes:
             raise WireError(
                 f"arrays of {spec.nbytes} bytes are more than the limit of "
@@ -214,16 +301,22 @@ class Codec:
                 f"dtypes and shapes say {spec.nbytes} bytes of arrays, "
                 f"{max(0, size - start)} came"
             )
+        if known is None:
+            if len(self._heads) >= MAX_CACHED_SPECS:
+                self._heads.clear()
+            self._heads[head] = (kind, flags, rows, begin, length)
+        if length == begin and not (flags or rows):
+            self._last = (size, head, kind, spec, start)
         return Message(
-            kind, flags, rows, seq, spec, values, bulk, open_calls, frame, start
+            kind, flags, rows, seq, spec, values, places, open_calls, frame, start
         )
 
     def _parse(self, encoded: bytes) -> Spec:
-        data = _unpack(encoded)
+        data = unpack(encoded)
         if not isinstance(data, list) or len(data) != 2 or not isinstance(data[0], str):
             raise WireError("the header is not a method name and a structure")
         budget = [MAX_LEAVES]
-        structure = _check_structure(data[1], 0, budget)
+        structure = check_structure(data[1], 0, budget)
         spec = Spec(data[0], structure, encoded)
         if len(self._by_bytes) >= MAX_CACHED_SPECS:
             self._by_bytes.clear()
@@ -231,52 +324,70 @@ class Codec:
         return spec
 
 
-def flatten(tree: Any) -> tuple[tuple, list[np.ndarray], list]:
-    """Splits nested data into structure, arrays and plain values, in one order."""
-    arrays: list[np.ndarray] = []
-    values: list = []
-    structure = _flatten(tree, arrays, values, 0)
-    return structure, arrays, values
+def without_seq(frame: bytes) -> bytes:
+    """All of a frame but the number of its call: the same for calls that look alike."""
+    return frame[:_HEAD_SIZE] + frame[_PRELUDE_SIZE:]
 
 
-def check(tree: Any) -> None:
-    """Raises WireError if a tree cannot be sent."""
-    structure, _, values = flatten(tree)
-    _check_structure(_as_lists(structure), 0, [MAX_LEAVES])
-    _pack((structure, values))
+def seq_of(frame: bytes) -> int:
+    """The number of a frame's call."""
+    return SEQ.unpack_from(frame, _HEAD_SIZE)[0]
 
 
-def unflatten(structure: tuple, arrays: list, values: list) -> Any:
-    """Puts together what `flatten` took apart."""
-    remaining = iter(values)
-    try:
-        tree = _unflatten(structure, iter(arrays), remaining)
-    except StopIteration:
-        raise WireError("fewer values came than the structure has") from None
-    if next(remaining, _VALUE) is not _VALUE:
-        raise WireError("more values came than the structure has")
-    return tree
+def row_frames(
+    kind: int, spec: Spec, arrays: list[np.ndarray], places: list[tuple[int, int]]
+) -> list[bytes]:
+    """Builds a frame for each (number, index), of one row of stacked arrays."""
+    count = len(arrays[0]) if arrays else 0
+    payload = np.zeros((count, spec.nbytes), np.uint8)
+    for array, leaf in zip(arrays, spec.leaves):
+        if leaf.nbytes:
+            rows = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            end = leaf.offset + leaf.nbytes
+            payload[:, leaf.offset : end] = rows.reshape(count, leaf.nbytes)
+    encoded = spec.encoded
+    head = PRELUDE.pack(MAGIC, kind, 0, 0, len(encoded), 0, 0)[:_HEAD_SIZE]
+    tail = encoded + _PADDING[-(_PRELUDE_SIZE + len(encoded)) % ALIGN]
+    size, whole, number = spec.nbytes, payload.tobytes(), SEQ.pack
+    return [
+        head + number(seq) + tail + whole[index * size : (index + 1) * size]
+        for seq, index in places
+    ]
+
+
+def _with_payload(parts: list[Any], spec: Spec, chunks: Iterable[Any]) -> bytes:
+    parts.append(_PADDING[-sum(map(len, parts)) % ALIGN])
+    for chunk, leaf in zip(chunks, spec.leaves):
+        parts.append(chunk)
+        parts.append(_PADDING[-leaf.nbytes % ALIGN])
+    return b"".join(parts)
 
 
 def payload_arrays(spec: Spec, buffer: Any, start: int = 0) -> list[np.ndarray]:
     """Returns the arrays of a payload as views of `buffer`, which they keep alive."""
-    arrays = []
-    for dtype, shape, offset, nbytes in spec.leaves:
-        if nbytes:
-            count = nbytes // dtype.itemsize
-            array = np.frombuffer(buffer, dtype, count, start + offset)
-            arrays.append(array.reshape(shape))
-        else:
-            arrays.append(np.empty(shape, dtype))
-    return arrays
+    return [
+        np.ndarray(shape, dtype, buffer, start + offset)
+        if nbytes
+        else np.empty(shape, dtype)
+        for dtype, shape, offset, nbytes in spec.leaves
+    ]
+
+
+def payload_slices(spec: Spec, buffer: Any, start: int = 0) -> list[memoryview]:
+    """Returns the bytes of each array of a payload, empty ones left out."""
+    view = memoryview(buffer)
+    return [
+        view[start + leaf.offset : start + leaf.offset + leaf.nbytes]
+        for leaf in spec.leaves
+        if leaf.nbytes
+    ]
 
 
 def message_tree(message: Message) -> Any:
     """Returns the data of a message whose arrays are in its frame."""
     if message.flags & BULK:
         raise WireError("arrays in shared memory, where only a call may have them")
-    arrays = payload_arrays(message.spec, message.frame, message.start)
-    return unflatten(message.spec.structure, arrays, message.values)
+    return message.spec.build(message.frame, message.start, message.values)
 
 
 def as_bytes(array: np.ndarray) -> Any:
@@ -286,156 +397,49 @@ def as_bytes(array: np.ndarray) -> Any:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def check_schema(schema: dict, structure: tuple, rows: int) -> None:
-    """Checks the first argument of a call against {key: (dtype, shape)}.
-
-    Raises:
-      WireError: which key, what was expected, what came.
-    """
-    children: tuple = structure[1] if structure[0] == "t" else ()
-    if len(children) != 1 or children[0][0] != "d":
-        raise WireError("expected one argument, a dict")
-    _, keys, leaves = children[0]
-    if set(keys) != set(schema):
-        missing = sorted(set(schema) - set(keys))
-        surplus = sorted(set(keys) - set(schema))
-        raise WireError(f"missing keys {missing}, surplus keys {surplus}")
-    for key, leaf in zip(keys, leaves):
-        dtype, shape = schema[key]
-        expected = (rows, *shape) if rows else tuple(shape)
-        came = (leaf[1], tuple(leaf[2])) if leaf[0] == "a" else ("a plain value", ())
-        if came != (dtype_name(np.dtype(dtype)), expected):
-            raise WireError(
-                f"key '{key}': expected {np.dtype(dtype).name} of shape {expected}, "
-                f"got {came[0]} of shape {came[1]}"
-            )
-
-
-@functools.cache
-def dtype_name(dtype: np.dtype) -> str:
-    """The name of a dtype on the wire."""
-    if dtype in _EXTENDED_NAMES:
-        return _EXTENDED_NAMES[dtype]
-    if dtype.kind in "biufcSUmM":
-        return dtype.str
-    raise WireError(
-        f"dtype {dtype} cannot be sent; numbers, fixed-size strings and times can"
-    )
-
-
+_PRELUDE_SIZE = PRELUDE.size
+_HEAD_SIZE = PRELUDE.size - SEQ.size
+_LOOKS = operator.attrgetter("dtype", "shape")
+_NO_PLACES = (NOWHERE, NOWHERE)
+_NO_EXTRA: tuple[tuple[bytes, bytes], Sequence[int], Sequence[Any]]
+_NO_EXTRA = (_NO_PLACES, (), ())
 _PADDING = [bytes(size) for size in range(ALIGN)]
-_VALUE = ("v",)
 
 
-def _flatten(tree: Any, arrays: list, values: list, depth: int) -> tuple:
-    if isinstance(tree, np.ndarray):
-        arrays.append(tree)
-        return ("a", dtype_name(tree.dtype), tree.shape)
-    if isinstance(tree, np.generic):
-        arrays.append(np.asarray(tree))
-        return ("a", dtype_name(tree.dtype), ())
-    if depth > MAX_DEPTH:
-        raise WireError(f"data is nested deeper than {MAX_DEPTH} levels")
-    if isinstance(tree, dict):
-        for key in tree:
-            if type(key) is not str:
-                raise WireError(f"dict keys must be strings, got {list(tree)[:5]}")
-        children = [_flatten(x, arrays, values, depth + 1) for x in tree.values()]
-        return ("d", tuple(tree), tuple(children))
-    if isinstance(tree, tuple | list):
-        children = [_flatten(x, arrays, values, depth + 1) for x in tree]
-        return ("t" if isinstance(tree, tuple) else "l", tuple(children))
-    if tree is None or isinstance(tree, bool | int | float | str | bytes):
-        if isinstance(tree, int) and not -(1 << 63) <= tree < 1 << 64:
-            raise WireError(f"integer {tree} does not fit 64 bits")
-        values.append(tree)
-        return _VALUE
-    raise WireError(
-        f"values of type {type(tree).__name__} cannot be sent; NumPy arrays, numbers, "
-        "strings, bytes, None and dicts, lists and tuples of them can"
-    )
+def _read_head(head: bytes) -> tuple[int, int, int, int, int]:
+    """Returns kind, flags, rows, and where spec and extra part end."""
+    if len(head) < _HEAD_SIZE:
+        raise WireError(f"expected at least {_PRELUDE_SIZE} bytes, got {len(head)}")
+    fields = PRELUDE.unpack(head + bytes(SEQ.size))
+    magic, kind, flags, rows, spec_size, extra_size, _ = fields
+    if magic != MAGIC:
+        raise WireError(f"expected a message that starts with {MAGIC!r}")
+    if kind > STRANGER or spec_size > MAX_SPEC_BYTES:
+        raise WireError(f"kind {kind} with a header of {spec_size} bytes is not known")
+    begin = _PRELUDE_SIZE + spec_size
+    return kind, flags, rows, begin, begin + extra_size
 
 
-def _unflatten(structure: tuple, arrays: Iterator, values: Iterator) -> Any:
-    kind = structure[0]
-    if kind == "a":
-        return next(arrays)
-    if kind == "v":
-        return next(values)
-    children = [_unflatten(child, arrays, values) for child in structure[-1]]
-    if kind == "d":
-        return dict(zip(structure[1], children))
-    return tuple(children) if kind == "t" else children
-
-
-def _array_leaves(structure: tuple) -> Iterator[tuple[np.dtype, tuple[int, ...]]]:
-    if structure[0] == "a":
-        yield _parse_dtype(structure[1]), structure[2]
-    elif structure[0] != "v":
-        for child in structure[-1]:
-            yield from _array_leaves(child)
-
-
-def _parse_dtype(name: str) -> np.dtype:
-    if name in _EXTENDED_DTYPES:
-        return _EXTENDED_DTYPES[name]
-    if not _PLAIN_DTYPE.fullmatch(name):
-        raise WireError(f"dtype {name[:40]!r} is not allowed")
-    try:
-        return np.dtype(name)
-    except (TypeError, ValueError):
-        raise WireError(f"dtype {name[:40]!r} is not known") from None
-
-
-def _check_structure(node: Any, depth: int, budget: list[int]) -> tuple:
-    budget[0] -= 1
-    if budget[0] < 0:
-        raise WireError(f"the structure has more than {MAX_LEAVES} nodes")
-    if depth > MAX_DEPTH:
-        raise WireError(f"the structure is nested deeper than {MAX_DEPTH} levels")
-    match node:
-        case ["v"]:
-            return _VALUE
-        case ["a", str() as name, list() as shape]:
-            if len(shape) > 32 or any(type(x) is not int or x < 0 for x in shape):
-                raise WireError("a shape is not a list of at most 32 sizes")
-            # NumPy refuses some empty arrays for their other dimensions.
-            whole = math.prod(max(1, size) for size in shape)
-            if whole * _parse_dtype(name).itemsize > MAX_ARRAY_BYTES:
-                raise WireError(f"an array of shape {tuple(shape)} is too large")
-            return ("a", name, tuple(shape))
-        case ["d", list() as keys, list() as children]:
-            if len(keys) != len(children) or not all(type(x) is str for x in keys):
-                raise WireError("a dict's keys are not strings, one for each child")
-            if len(set(keys)) != len(keys):
-                raise WireError("a dict has the same key twice")
-            checked = [_check_structure(x, depth + 1, budget) for x in children]
-            return ("d", tuple(keys), tuple(checked))
-        case ["l" | "t" as kind, list() as children]:
-            checked = [_check_structure(x, depth + 1, budget) for x in children]
-            return (kind, tuple(checked))
-    raise WireError("the structure has a node of no known kind")
-
-
-def _as_lists(structure: Any) -> Any:
-    """A structure as it comes out of msgpack."""
-    if isinstance(structure, tuple):
-        return [_as_lists(node) for node in structure]
-    return structure
-
-
-def _pack(data: Any) -> bytes:
-    try:
-        return msgpack.packb(data)
-    except UnicodeEncodeError as error:
-        raise WireError(f"a string cannot be sent: {error}") from None
-
-
-def _unpack(data: Any) -> Any:
-    try:
-        return msgpack.unpackb(
-            data, raw=False, strict_map_key=True, max_ext_len=0, use_list=True
-        )
-    except Exception as error:
-        # msgpack raises a dozen types for bad bytes, and each means the same here.
-        raise WireError(f"the header is not valid: {type(error).__name__}") from None
+def _extra(
+    flags: int, extra: bytes
+) -> tuple[tuple[bytes, bytes], Sequence[int], Sequence[Any]]:
+    """Takes places, open calls and plain values out of the part after the spec."""
+    places, open_calls, begin = _NO_PLACES, (), 0
+    if flags & PLACES:
+        if len(extra) < _BOTH:
+            raise WireError("the places in shared memory are cut off")
+        places = extra[: PLACE.size], extra[PLACE.size : _BOTH]
+        begin = _BOTH
+    if flags & OPEN:
+        try:
+            (count,) = _COUNT.unpack_from(extra, begin)
+            open_calls = struct.unpack_from(f"<{count}Q", extra, begin + _COUNT.size)
+        except struct.error:
+            raise WireError("the numbers of open calls are cut off") from None
+        begin += _COUNT.size + 8 * count
+    if begin == len(extra):
+        return places, open_calls, ()
+    values = unpack(extra[begin:])
+    if type(values) is not list:
+        raise WireError("the plain values are not a list")
+    return places, open_calls, values

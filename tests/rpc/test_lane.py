@@ -10,7 +10,16 @@ import time
 import numpy as np
 import pytest
 
-from embodied.rpc import Client, Keys, Server, free_port, lane
+from embodied.rpc import (
+    BatchServer,
+    Client,
+    Keys,
+    RemoteError,
+    Server,
+    batching,
+    free_port,
+    lane,
+)
 from embodied.rpc.lane import Lane
 
 if not lane.AVAILABLE:
@@ -142,3 +151,85 @@ def test_a_reader_that_stands_still_does_not_block_the_server(server):
 
 def test_a_refused_connection_means_no_lane():
     assert Lane.connect("embodied-nobody", b"c" * 16, b"t" * 16) is None
+
+
+@pytest.fixture
+def batch_server():
+    """Counts the rows of images that it got, and returns the mean of each."""
+    rows = []
+
+    def act(obs):
+        rows.extend(obs["reward"].tolist())
+        return {"mean": obs["image"].mean((1, 2)), "reward": obs["reward"]}
+
+    schema = {"image": (np.uint8, (80, 80)), "reward": (np.float32, ())}
+    server = BatchServer(free_port(), keys=KEYS)
+    server.bind("act", act, batch=1, schema=schema)
+    server.bind("loose", lambda x: x, batch=1)
+    server.rows = rows
+    with server:
+        yield server
+
+
+def observation(value, shape=(80, 80)):
+    return {"image": np.full(shape, value, np.uint8), "reward": np.float32(value)}
+
+
+def test_calls_that_look_alike_have_their_own_data(batch_server):
+    with Client(batch_server.addr, keys=KEYS) as client:
+        for value in range(50):
+            reply = client.act(observation(value)).result(10)
+            assert (reply["mean"], reply["reward"]) == (value, value)
+        (session,) = batch_server.sessions
+        assert len(session.memory.known) == 1
+    assert batch_server.rows == list(range(50))
+
+
+def test_a_call_that_looks_different_is_checked_as_ever(batch_server):
+    with Client(batch_server.addr, keys=KEYS) as client:
+        for value in range(5):
+            assert client.act(observation(value)).result(10)["mean"] == value
+            with pytest.raises(RemoteError, match="expected uint8 of shape"):
+                client.act(observation(value, (90, 80))).result(10)
+            with pytest.raises(RemoteError, match="'reward': expected float32"):
+                wrong = {**observation(value), "reward": np.float64(value)}
+                client.act(wrong).result(10)
+            with pytest.raises(RemoteError, match="no such method"):
+                client.nothing(observation(value)).result(10)
+
+
+def test_a_call_that_looks_alike_and_comes_twice_is_applied_once(batch_server):
+    with Client(batch_server.addr, keys=KEYS) as client:
+        client.connect(10)
+        for value in range(5):
+            call = client.act(observation(value))
+            assert call.result(10)["mean"] == value
+            assert client._lane.send(call.frame)
+        assert client.act(observation(9)).result(10)["mean"] == 9
+    assert batch_server.rows == [0, 1, 2, 3, 4, 9]
+
+
+def test_what_is_known_about_calls_is_bounded_and_forgotten(batch_server):
+    with Client(batch_server.addr, keys=KEYS) as client:
+        client.connect(10)
+        for size in range(5000, 5000 + 2 * batching.MAX_KNOWN):
+            data = {"x": np.full(size, size % 251, np.uint8)}
+            assert np.array_equal(client.loose(data).result(10)["x"], data["x"])
+            (session,) = batch_server.sessions
+            assert 0 < len(session.memory.known) <= batching.MAX_KNOWN
+        client._lane._connection.shutdown(socket.SHUT_RDWR)
+        wait_for(lambda: not session.memory.known)
+        assert client.act(observation(3)).result(10)["mean"] == 3
+
+
+def test_a_mistake_of_the_server_itself_does_not_end_the_lanes(
+    batch_server, monkeypatch
+):
+    with Client(batch_server.addr, keys=KEYS) as client:
+        client.act(observation(1)).result(10)
+        with monkeypatch.context() as patch:
+            patch.setattr(batch_server, "_take_in", lambda *args: 1 / 0)
+            client.act(observation(2))
+            wait_for(lambda: batch_server.rejected.get("internal") == 1)
+    with Client(batch_server.addr, keys=KEYS) as client:
+        assert client.act(observation(3)).result(10)["mean"] == 3

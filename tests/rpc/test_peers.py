@@ -239,15 +239,15 @@ def test_memory_that_is_not_the_clients_is_refused(server, good):
         with Peer(server, hello=False) as peer:
             peer.send_tree(wire.HELLO, {**HELLO, **facts})
             assert peer.receive().kind == wire.WELCOME
-            for seq, where in enumerate(
-                [[0, target, 4096], [1, unsealed, 4096], [2, 99999, 4096], "x", [1]]
+            for seq, place in enumerate(
+                [(0, target, 4096), (1, unsealed, 4096), (2, 99999, 4096), (0, 0, 0)]
             ):
                 frame = peer.frame(
                     wire.CALL,
                     (np.zeros(4096, np.uint8),),
                     seq=seq,
                     method="echo",
-                    bulk=[where, None],
+                    places=(wire.PLACE.pack(*place), wire.NOWHERE),
                     in_memory=True,
                 )
                 peer.socket.send(frame)
@@ -355,7 +355,12 @@ def test_malformed_messages_to_a_live_server(server, good, count):
             wire.CALL, ({"x": np.arange(5)}, "text", None), seq=4, method="echo"
         ),
         peer.frame(
-            wire.CALL, (np.zeros(9),), seq=5, method="echo", bulk=[[0, 1, 2], 3]
+            wire.CALL,
+            (np.zeros(9),),
+            seq=5,
+            method="echo",
+            places=(wire.PLACE.pack(0, 1, 2), wire.NOWHERE),
+            open=[1, 2, 3],
         ),
         peer.frame(wire.BYE, None),
         peer.frame(wire.HEARTBEAT, None),

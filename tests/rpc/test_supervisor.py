@@ -76,8 +76,13 @@ def reporter(progress, then="step"):
         while then == "step":
             time.sleep(0.02)
             progress.step()
-        with progress.waiting() if then == "wait" else contextlib.nullcontext():
-            threading.Event().wait()
+        with (
+            progress.waiting(then == "beat")
+            if then != "hang"
+            else contextlib.nullcontext()
+        ):
+            while not threading.Event().wait(0.1 if then == "beat" else None):
+                progress.alive()
 
     return make(work, progress, then, fds=[progress.fd])
 
@@ -550,7 +555,7 @@ class TestHangs:
         with running(supervisor):
             assert 0.5 <= restarts.get(timeout=WAIT) < 5.0
 
-    @pytest.mark.parametrize("then", ["step", "wait"])
+    @pytest.mark.parametrize("then", ["step", "wait", "beat"])
     def test_steps_and_waiting_are_no_hang(self, then):
         progress = Progress()
         supervisor = Supervisor()
@@ -561,7 +566,7 @@ class TestHangs:
             assert not thread.join(3.0)
             status = status_of(supervisor, "env-0")
             assert (status.state, status.restarts) == ("running", 0)
-            assert status.waiting == (then == "wait")
+            assert status.waiting == (then != "step")
             assert (status.idle < 2.0) == (then == "step")
 
     def test_watching_takes_no_time(self):
@@ -575,13 +580,14 @@ class TestHangs:
             assert not thread.join(1.0)
             assert time.process_time() - before < 0.05
 
-    def test_a_stopped_process_hangs(self):
+    @pytest.mark.parametrize("then", ["step", "beat"])
+    def test_a_stopped_process_hangs_also_while_it_waits(self, then):
         progress = Progress()
         supervisor = Supervisor()
         policy = Policy(restarts=9, backoff=0.01, hang=1.0)
-        supervisor.add("env-0", "env", reporter(progress), policy, progress)
+        supervisor.add("env-0", "env", reporter(progress, then), policy, progress)
         with running(supervisor):
-            wait_for(lambda: progress.stepped)
+            wait_for(lambda: progress.stepped and progress.waits == (then == "beat"))
             pid = status_of(supervisor, "env-0").pid
             os.kill(pid, signal.SIGSTOP)
             wait_for(lambda: status_of(supervisor, "env-0").pid not in (None, pid))

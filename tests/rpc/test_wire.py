@@ -125,12 +125,12 @@ class TestRoundTrips:
 
     def test_arrays_that_are_elsewhere(self):
         array = np.arange(1000)
-        where = [[0, 5, 8192], None]
-        frame = encode(array, bulk=where, open=[3, 4], in_memory=True)
+        places = (wire.PLACE.pack(0, 5, 8192), wire.NOWHERE)
+        frame = encode(array, places=places, open=[3, 4], in_memory=True)
         assert len(frame) < 200
         message = Codec().decode(frame)
         assert message.flags & wire.BULK
-        assert (message.bulk, message.open) == (where, [3, 4])
+        assert (message.places, message.open) == (places, (3, 4))
         (result,) = wire.payload_arrays(message.spec, array.tobytes())
         assert same(result, array)
 
@@ -207,7 +207,8 @@ class TestBadFrames:
     @given(st.data())
     def test_changed_bytes(self, data):
         """Mutations raise WireError or decode to something, and allocate little."""
-        frame = bytearray(encode(data.draw(trees), rows=2, bulk=[None, [1, 2, 3]]))
+        places = (wire.NOWHERE, wire.PLACE.pack(1, 2, 3))
+        frame = bytearray(encode(data.draw(trees), rows=2, places=places, open=[5, 6]))
         for _ in range(data.draw(st.integers(1, 4))):
             end = len(frame)
             match data.draw(st.sampled_from(["set", "cut", "grow", "insert", "flags"])):
@@ -223,7 +224,7 @@ class TestBadFrames:
                     place = data.draw(st.integers(0, end))
                     frame[place:place] = data.draw(st.binary(max_size=9))
                 case "flags" if end > 5:
-                    frame[5] ^= wire.BULK
+                    frame[5] ^= data.draw(st.integers(1, 255))
         self.decode_safely(bytes(frame))
 
     @given(st.binary(max_size=300), st.binary(max_size=300))
@@ -258,7 +259,8 @@ class TestBadFrames:
         assert peak < limit + 64 * len(frame)
 
     def test_arrays_in_memory_are_not_looked_for_in_the_frame(self):
-        frame = encode(np.zeros(1000), bulk=[[0, 1, 8192], None], in_memory=True)
+        places = (wire.PLACE.pack(0, 1, 8192), wire.NOWHERE)
+        frame = encode(np.zeros(1000), places=places, in_memory=True)
         with pytest.raises(WireError):
             decode_tree(frame)
 
@@ -352,7 +354,7 @@ class TestLimits:
     )
     def test_structures(self, node):
         with pytest.raises(WireError):
-            Codec().decode(frame_with(["m", node], msgpack.packb([[1], None, []])))
+            Codec().decode(frame_with(["m", node], msgpack.packb([1])))
 
     @pytest.mark.parametrize(
         "header", [[], ["m"], [1, ["v"]], ["m", ["v"], 1], "m", None, {"m": ["v"]}]
@@ -365,26 +367,39 @@ class TestLimits:
         "extra",
         [
             [],
-            [[1]],
-            [[1], None],
-            [[1], None, [], 0],
-            [1, None, []],
-            [[1], None, 1],
-            [[1], None, ["1"]],
-            [[], None, []],
-            [[1, 2], None, []],
+            [1, 2],
+            1,
+            None,
+            "1",
             {"a": 1},
         ],
         ids=str,
     )
     def test_values_that_do_not_fit(self, extra):
-        good = frame_with(["m", ["v"]], msgpack.packb([[1], None, []]))
+        good = frame_with(["m", ["v"]], msgpack.packb([1]))
         assert decode_tree(good) == 1
         with pytest.raises(WireError):
             decode_tree(frame_with(["m", ["v"]], msgpack.packb(extra)))
 
+    @pytest.mark.parametrize(
+        ("flags", "extra"),
+        [
+            (wire.PLACES, bytes(31)),
+            (wire.PLACES | wire.OPEN, bytes(32)),
+            (wire.OPEN, b"\1"),
+            (wire.OPEN, struct.pack("<H", 1)),
+            (wire.OPEN, struct.pack("<HQ", 2, 5)),
+            (wire.OPEN, struct.pack("<H", 0xFFFF) + bytes(100)),
+        ],
+    )
+    def test_places_and_open_calls_that_are_cut_off(self, flags, extra):
+        frame = bytearray(frame_with(["m", ["t", []]], extra))
+        frame[5] = flags
+        with pytest.raises(WireError, match="cut off"):
+            Codec().decode(bytes(frame))
+
     def test_extension_types(self):
-        bad = msgpack.packb([[msgpack.ExtType(5, b"data")], None, []])
+        bad = msgpack.packb([msgpack.ExtType(5, b"data")])
         with pytest.raises(WireError):
             decode_tree(frame_with(["m", ["v"]], bad))
 
@@ -393,7 +408,7 @@ class TestLimits:
             node = leaf
             for _ in range(wire.MAX_DEPTH):
                 node = ["l", [node]]
-            Codec().decode(frame_with(["m", node], msgpack.packb([[1], None, []])))
+            Codec().decode(frame_with(["m", node], msgpack.packb([1])))
             with pytest.raises(WireError, match="deeper"):
                 Codec().decode(frame_with(["m", ["l", [node]]]))
 
@@ -472,6 +487,62 @@ class TestTables:
         frames = {encode(1, method=name, codec=codec) for name in ("a", "b")}
         methods = {codec.decode(frame).spec.method for frame in frames}
         assert methods == {"a", "b"}
+
+
+class TestPlans:
+    """Data that looks like the last of its method takes a shorter way."""
+
+    @given(trees, trees)
+    def test_the_short_way_gives_the_same(self, first, second):
+        codec = Codec()
+        for tree in (first, first, second, first, {"x": first}, {"x": first}):
+            expected = wire.flatten((tree,))
+            spec, arrays, values = codec.call("m", (tree,))
+            assert (spec.structure, list(values)) == (expected[0], expected[2]) or any(
+                value != value for value in values
+            )
+            assert same([np.asarray(x) for x in arrays], expected[1])
+            spec, arrays, _ = codec.result("m", tree)
+            assert spec.structure == wire.flatten(tree)[0]
+            assert all(isinstance(x, np.ndarray) for x in arrays)
+
+    def test_what_looks_a_little_different_is_noticed(self):
+        codec = Codec()
+        base = {"a": np.zeros(3, np.float32), "b": np.float32(1)}
+        others = [
+            {"b": base["b"], "a": base["a"]},
+            {**base, "a": np.zeros(4, np.float32)},
+            {**base, "a": np.zeros(3, np.float64)},
+            {**base, "a": np.zeros((3, 1), np.float32)},
+            {**base, "a": np.zeros(3, ">f4")},
+            {**base, "b": 1.0},
+            {**base, "c": np.zeros(1)},
+            {"a": base["a"]},
+            [base],
+            (base,),
+        ]
+        for other in others:
+            codec.call("m", (base,))
+            spec, _, _ = codec.call("m", (other,))
+            assert spec.structure == wire.flatten((other,))[0]
+        codec.call("m", (base,))
+        spec, _, _ = codec.call("m", (base, base))
+        assert spec.structure == wire.flatten((base, base))[0]
+
+    def test_rows_of_a_batch_have_frames_like_any_other(self):
+        codec = Codec()
+        arrays = [
+            np.arange(12, dtype=np.int32).reshape(4, 3),
+            np.arange(8.0).reshape(2, 4).T,
+            np.zeros((4, 0)),
+            np.array([True, False, True, False]),
+        ]
+        structure, _, _ = wire.flatten({str(i): x[0] for i, x in enumerate(arrays)})
+        spec = codec.spec("", structure)
+        frames = wire.row_frames(wire.REPLY, spec, arrays, [(7, 2), (9, 0)])
+        for (seq, index), frame in zip([(7, 2), (9, 0)], frames):
+            chosen = [np.asarray(x[index]) for x in arrays]
+            assert frame == codec.encode(wire.REPLY, seq, spec, (), chosen)
 
 
 def table_sizes(codec):

@@ -1,6 +1,5 @@
 """What loops measure of themselves."""
 
-
 import numpy as np
 import pytest
 

@@ -70,7 +70,7 @@ def combined(
         supervisor = Supervisor(
             grace=GRACE,
             stall_timeout=args.stall_timeout,
-            on_restart=functools.partial(_tell_restart, args),
+            on_restart=functools.partial(_before_restart, args, stop, done),
         )
         dumps = cloudpickle.dumps
         with supervisor:
@@ -145,7 +145,9 @@ def _add_agent(
     current: list[Process] = []
 
     def end_if_well(worker: Worker) -> None:
-        if worker.error is None:
+        # Before it can save and leave on SIGTERM, it just leaves.
+        code = worker.exitcode if isinstance(worker, Process) else None
+        if worker.error is None or (stop.is_set() and code == -signal.SIGTERM):
             done.set()
 
     def make_process() -> Process:
@@ -209,6 +211,21 @@ def _tell_start(args: Any, workers: int) -> None:
         "Addresses: actor %s, replay %s, logger %s.",
         *(args[key] for key in wiring.ADDRESSES),
     )
+
+
+def _before_restart(
+    args: Any,
+    stop: threading.Event,
+    done: threading.Event,
+    name: str,
+    error: WorkerError | None,
+) -> None:
+    """Says why a role is restarted; raises its error if the run was to end."""
+    if done.is_set():
+        return
+    if stop.is_set() and name == "agent" and error is not None:
+        raise RunFailed(name, error.reason, error.traceback, "agent")
+    _tell_restart(args, name, error)
 
 
 def _tell_restart(args: Any, name: str, error: WorkerError | None) -> None:

@@ -170,7 +170,6 @@ def serve(role: LoggerRole, args: Any, stop: threading.Event) -> None:
     server.bind("tran", role.tran, workers=1, once=True)
     server.bind("wait_step", role.wait_step, workers=1)
     server.bind("save", save)
-    server.bind("has_saved", checkpoint.has_saved)
     server.bind("discard", lambda tag: None)
     with server:
         stop.wait()

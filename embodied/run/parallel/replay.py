@@ -264,7 +264,6 @@ def serve(role: ReplayRole, args: Any, stop: threading.Event) -> None:
     }.items():
         server.bind(name, getattr(role, name), **options)
     server.bind("save", save)
-    server.bind("has_saved", checkpoint.has_saved)
     server.bind("discard", discard)
     usage = Usage(args.usage)
     with wiring.make_client(args.logger_addr, "replay-logger", args) as log:

@@ -7,9 +7,12 @@ all of it with one manifest. Each role restores its own parts when it starts.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import fcntl
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from embodied.run.saving import AGENT, FOLDER, load_agent
 
 SAVE_SECONDS = 900.0  # For a role to write its part.
 DISCARD_SECONDS = 10.0
+_COUNT_BYTES = 8
 
 logger = logging.getLogger("embodied.run")
 
@@ -34,6 +38,46 @@ def unpack_reply(text: Any) -> tuple[list[FileRecord], dict[str, Any]]:
     return [FileRecord.from_json(record) for record in records], meta
 
 
+class Starts:
+    """Counts how often roles were started, in a file. Any role.
+
+    A role that is restarted goes on from the newest checkpoint. If a save that it took
+    part in before were committed after that, what is in it would be lost to the role.
+    So a role counts its start before it looks for the newest checkpoint, and a save is
+    committed, with the file locked, only if nobody has started since it began. The
+    kernel unlocks the file of a process that dies, and nobody waits for another role
+    while it holds the lock.
+
+    Args:
+      folder: of the checkpoints.
+    """
+
+    def __init__(self, folder: Path):
+        self._path = folder / "starts"
+
+    def add(self) -> None:
+        """Counts one more."""
+        with self._open() as (fd, count):
+            # In place, which a full disk allows.
+            os.pwrite(fd, (count + 1).to_bytes(_COUNT_BYTES, "little"), 0)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[int]:
+        """Returns the number, which does not change in the block."""
+        with self._open() as (_, count):
+            yield count
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[tuple[int, int]]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield fd, int.from_bytes(os.pread(fd, _COUNT_BYTES, 0), "little")
+        finally:
+            os.close(fd)
+
+
 class RoleCheckpoint:
     """The parts of one role that is not the conductor.
 
@@ -43,11 +87,15 @@ class RoleCheckpoint:
 
     def __init__(self, args: Any):
         self.root = Path(args.logdir)
-        self._saved = ""
         self._checkpoint = Checkpoint(self.root, FOLDER, keep=args.keep)
+        self._starts = Starts(self.root / FOLDER)
 
     def load(self, names: Iterable[str]) -> dict[str, Tree]:
-        """Returns the parts of the newest checkpoint; those it lacks are left out."""
+        """Returns the parts of the newest checkpoint; those it lacks are left out.
+
+        What this role has saved before its start is not committed from here on.
+        """
+        self._starts.add()
         manifest = self._checkpoint.newest()
         if manifest is None:
             return {}
@@ -60,17 +108,11 @@ class RoleCheckpoint:
 
     def write(self, tag: str, parts: Mapping[str, Tree]) -> list[FileRecord]:
         """Writes parts under the conductor's tag."""
-        records = [
+        return [
             record
             for name, tree in parts.items()
             for record in self._checkpoint.write_part(tag, name, tree)
         ]
-        self._saved = tag
-        return records
-
-    def has_saved(self, tag: str) -> bool:
-        """Whether this very process has written the parts of a tag."""
-        return self._saved == tag
 
 
 class Conductor:
@@ -91,6 +133,7 @@ class Conductor:
         self._roles = {"replay": replay, "logger": logger}
         self._args = args
         self._checkpoint = Checkpoint(Path(args.logdir), FOLDER, keep=args.keep)
+        self._starts = Starts(Path(args.logdir, FOLDER))
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "save")
         self._running: concurrent.futures.Future[bool] | None = None
 
@@ -119,8 +162,9 @@ class Conductor:
         """
         self.wait()
         try:
-            tag = self._checkpoint.new_tag()
-        except CheckpointError as error:
+            with self._starts.locked() as starts:
+                tag = self._checkpoint.new_tag()
+        except (CheckpointError, OSError) as error:
             logger.warning("Could not save. %s", error)
             self._running = concurrent.futures.Future()
             self._running.set_result(False)
@@ -130,7 +174,7 @@ class Conductor:
             "logger": self._roles["logger"].save(tag),
         }
         data = self._agent.save()
-        self._running = self._thread.submit(self._write, tag, data, parts)
+        self._running = self._thread.submit(self._write, tag, data, parts, starts)
 
     def wait(self) -> bool:
         """Waits until the last save is written; returns whether it succeeded."""
@@ -142,7 +186,7 @@ class Conductor:
         """Ends the background thread, which completes a save that is under way."""
         self._thread.shutdown()
 
-    def _write(self, tag: str, data: Tree, parts: dict[str, Any]) -> bool:
+    def _write(self, tag: str, data: Tree, parts: dict[str, Any], starts: int) -> bool:
         try:
             records = list(self._checkpoint.write_part(tag, AGENT, data))
             meta: dict[str, Any] = {}
@@ -150,8 +194,10 @@ class Conductor:
                 files, facts = unpack_reply(future.result(SAVE_SECONDS))
                 records += files
                 meta |= facts
-            self._check_roles(tag)
-            self._checkpoint.commit(tag, records, meta)
+            with self._starts.locked() as now:
+                if now != starts:
+                    raise CheckpointError("A role was restarted meanwhile.")
+                self._checkpoint.commit(tag, records, meta)
         except Exception as error:  # Nothing that is there already is lost by it.
             logger.warning(
                 "A checkpoint could not be saved, training goes on. %s", error
@@ -159,17 +205,6 @@ class Conductor:
             self._take_back(tag)
             return False
         return True
-
-    def _check_roles(self, tag: str) -> None:
-        """Raises an error if a role has forgotten what it just saved.
-
-        One that is restarted goes on from the newest checkpoint, which is the one
-        before this: if this became the newest, its steps would be lost.
-        """
-        asked = {name: role.has_saved(tag) for name, role in self._roles.items()}
-        for name, future in asked.items():
-            if not future.result(SAVE_SECONDS):
-                raise CheckpointError(f"The {name} was restarted meanwhile.")
 
     def _take_back(self, tag: str) -> None:
         """Removes the files of a save that failed, for the next to have room."""

@@ -39,6 +39,8 @@ DEFAULTS = {
     "actor_addr": "localhost:{auto}",
     "replay_addr": "localhost:{auto}",
     "logger_addr": "localhost:{auto}",
+    "remote_replay": False,
+    "remote_envs": False,
     "env_offset": 0,
     "envs_per_worker": 1,
     "transport": "zmq",

@@ -74,7 +74,7 @@ def test_the_first_error_counts():
 
 def test_a_side_that_does_not_come_is_a_timeout():
     _, learner = sides()
-    with pytest.raises(TimeoutError, match="The learner waited 0.01 s for the actor"):
+    with pytest.raises(TimeoutError, match=r"The learner waited 0\.01 s for the actor"):
         learner.meet(0.01)
 
 

@@ -1,7 +1,7 @@
 """The replay role without its server."""
 
 import contextlib
-import threading
+import itertools
 
 import numpy as np
 import pytest
@@ -16,14 +16,16 @@ from role_testing import (
 )
 
 from embodied.rpc import Unanswered
+from embodied.rpc.pause import Pause
 from embodied.run.parallel.replay import CALLS, LIMITER, ReplayRole
 
-# Of 8 trained steps a step in batches of 2 times 4: one batch a step.
+# Of 8 trained steps a step, in batches of 2 times 4: one batch a step.
 BATCH = 2
+FULL = 6  # Steps that make enough sequences for a batch; later ones are held back.
 
 
 def make_role(folder=None, **changes):
-    args = make_args(**changes)
+    args = make_args(consec_report=2, **changes)
     folders = [folder and folder / name for name in ("replay", "replay_eval")]
     return ReplayRole(
         make_replay(args, directory=folders[0]),
@@ -55,7 +57,7 @@ class TestInserts:
 
     def test_evaluation_bypasses_the_limiter(self):
         role = make_role()
-        fill(role, 8)
+        fill(role, FULL)
         inserts = role.limiter.stats()["inserts"]
         with Background(fill, role, 100, (1,), True) as task:
             task.join()
@@ -89,20 +91,20 @@ class TestSamples:
         role = make_role()
         assert role.sample_batch_eval() == {}
         assert role.sample_batch_report() == {}
-        fill(role, 6)
+        fill(role, FULL)
         assert role.sample_batch_eval() == {}
         assert role.sample_batch_report()["value"].shape == (BATCH, 2 + 1)
 
     def test_reports_do_not_count(self):
         role = make_role()
-        fill(role, 8)
+        fill(role, FULL)
         for _ in range(10):
             role.sample_batch_report()
         assert role.limiter.stats()["samples"] == 0
 
     def test_updates_reach_the_train_replay(self):
         role = make_role(train_ratio=0.0)
-        fill(role, 6)
+        fill(role, FULL)
         batch = role.sample_batch_train()
         fresh = np.full((*batch["stepid"].shape[:2], 2), -1, np.float32)
         role.update({"stepid": batch["stepid"], "dyn/deter": fresh})
@@ -113,7 +115,7 @@ class TestSamples:
 class TestSave:
     def test_what_was_drawn_but_not_trained_on_does_not_count(self, tmp_path):
         role = make_role(tmp_path)
-        fill(role, 8)
+        fill(role, FULL)
         for number in range(4):
             role.sample_batch_train(number)
         assert role.limiter.stats()["samples"] == 4 * BATCH
@@ -122,30 +124,22 @@ class TestSave:
 
     def test_a_learner_that_came_back_counts_from_zero(self, tmp_path):
         role = make_role(tmp_path)
-        fill(role, 8)
+        fill(role, FULL)
         for number in (0, 1, 2, 0):
             role.sample_batch_train(number)
         assert save(role, trained=1)[LIMITER]["samples"] == 4 * BATCH
 
     def test_a_save_does_not_wait_for_an_insert_that_waits(self, tmp_path):
-        role, running = make_role(tmp_path), threading.Lock()
+        role, pause = make_role(tmp_path), Pause("replay")
 
         def insert():
-            for index in range(100):
-                with running:  # As the server knows which calls are running.
+            for index in itertools.count():
+                with pause.applying():  # As the server does it.
                     role.add_batch(transitions([0], index))
-
-        @contextlib.contextmanager
-        def paused():
-            assert running.acquire(timeout=WAIT), "The save waits for ever."
-            try:
-                yield
-            finally:
-                running.release()
 
         with Background(insert) as task:
             wait_until(lambda: role.limiter.stats()["inserts_waiting"])
-            with Background(save, role, 0, paused) as saving:
+            with Background(save, role, 0, lambda: pause.saving(WAIT)) as saving:
                 saving.join()
             assert saving.error is None
             parts = saving.result
@@ -155,7 +149,7 @@ class TestSave:
 
     def test_all_parts_come_back(self, tmp_path):
         role = make_role(tmp_path)
-        fill(role, 8)
+        fill(role, FULL)
         fill(role, 12, (9,), is_eval=True)
         role.sample_batch_train(0)
         parts = save(role, trained=1)
@@ -170,7 +164,7 @@ class TestSave:
 
     def test_what_was_not_committed_is_removed(self, tmp_path):
         role = make_role(tmp_path)
-        fill(role, 8)
+        fill(role, FULL)
         parts = save(role)
         files = {tmp_path / record.path for record in role.records(parts, tmp_path)}
         assert files and all(path.exists() for path in files)

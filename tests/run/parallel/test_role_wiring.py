@@ -35,22 +35,21 @@ class TestAddresses:
     @pytest.mark.parametrize(("asked", "batch"), [(-1, 3), (0, 3), (4, 4), (7, 7)])
     def test_the_batch_is_half_of_the_envs(self, tmp_path, asked, batch):
         args = make_args(envs=7, actor_batch=asked, logdir=str(tmp_path / "run"))
-        args = prepare(args.update(remote_replay=False, remote_envs=False))
+        args = prepare(args)
         assert args.actor_batch == batch
         assert (tmp_path / "run").is_dir()
 
     def test_a_batch_that_would_never_be_full_is_refused(self, tmp_path):
         args = make_args(envs=7, actor_batch=8, logdir=str(tmp_path / "run"))
         with pytest.raises(wiring.RoleError, match=r"at most run.envs \(7\), got 8"):
-            prepare(args.update(remote_replay=False, remote_envs=False))
+            prepare(args)
         assert not (tmp_path / "run").exists()
 
     @pytest.mark.parametrize(
         ("key", "addr"), [("remote_replay", "replay"), ("remote_envs", "actor")]
     )
     def test_roles_elsewhere_need_addresses(self, tmp_path, key, addr):
-        changes = {"remote_replay": False, "remote_envs": False, key: True}
-        args = make_args(logdir=str(tmp_path), **changes)
+        args = make_args(logdir=str(tmp_path), **{key: True})
         with pytest.raises(wiring.RoleError, match=f"--run.{addr}_addr HOST:PORT"):
             prepare(args)
 
@@ -151,15 +150,21 @@ def test_factories_may_be_pickled():
         ),
         (
             {
-                **{"learner/wait": 0.8, "learner/stream_wait": 0.7},
-                **{"replay/limited": 0.9, "replay/sample": 0.1, "actor/policy": 0.9},
+                "learner/wait": 0.8,
+                "learner/stream_wait": 0.7,
+                "replay/limited": 0.9,
+                "replay/sample": 0.1,
+                "actor/policy": 0.9,
             },
             "actor",
         ),
         (
             {
-                **{"learner/wait": 0.8, "learner/stream_wait": 0.7},
-                **{"replay/limited": 0.9, "replay/sample": 0.1, "actor/policy": 0.2},
+                "learner/wait": 0.8,
+                "learner/stream_wait": 0.7,
+                "replay/limited": 0.9,
+                "replay/sample": 0.1,
+                "actor/policy": 0.2,
             },
             "env",
         ),

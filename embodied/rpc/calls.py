@@ -1,0 +1,66 @@
+"""Calls on their way from a client to a server, and how they fail. Any process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from embodied.rpc import memory
+from embodied.rpc.future import Future
+
+
+class Disconnected(ConnectionError):
+    """The server is gone, or the client is closed."""
+
+
+class RemoteError(RuntimeError):
+    """The server answered with an error.
+
+    Attributes:
+      kind: 'exception' if the method raised, 'bad' if the request was refused.
+      type: name of the exception's type on the server.
+      traceback: its text there.
+    """
+
+    def __init__(self, kind: str, message: str, type: str = "", traceback: str = ""):
+        super().__init__(message)
+        self.kind = kind
+        self.type = type
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        if self.traceback:
+            return f"{message}\n\nOn the server:\n{self.traceback}"
+        return message
+
+
+class Call(Future):
+    """A call that has no reply yet, and what is needed to send it again.
+
+    Args:
+      method: of the server.
+      addr: of the server.
+      wait: lets the client receive in the waiting thread.
+    """
+
+    frame: bytes = b""
+    request: memory.Block | None = None  # Where the arguments lie.
+    reply: memory.Block | None = None  # Where the reply may be put.
+
+    def __init__(
+        self, method: str, addr: str, wait: Callable[[Future, float | None], None]
+    ):
+        self.call = f"'{method}' from {addr}"
+        self._wait = wait
+        self.method = method
+        self.started = time.perf_counter()
+
+    def release(self) -> None:
+        """Gives its memory back, when the server is done with it."""
+        if self.request is not None:
+            self.request.free()
+            self.request = None
+        if self.reply is not None:
+            self.reply.free()
+            self.reply = None

@@ -1,0 +1,31 @@
+"""Calls whose function ends before it can answer."""
+
+import threading
+
+import pytest
+
+from embodied.rpc import BatchServer, Client, Keys, Server, Unanswered, free_port
+
+WAIT = 20.0  # Seconds; far above what anything takes, also on a busy machine.
+
+
+@pytest.mark.parametrize("kind", [Server, BatchServer])
+def test_the_call_is_answered_by_the_server_that_comes_next(kind):
+    port, keys = free_port(), Keys.generate()
+    called = threading.Event()
+
+    def leave(value):
+        called.set()
+        raise Unanswered("ending")
+
+    with Client(port, keys=keys) as client:
+        future = client.double(4)
+        first = kind(port, keys=keys)
+        first.bind("double", leave)
+        with first:
+            assert called.wait(WAIT)
+            assert not future.wait(0.2)
+        second = kind(port, keys=keys)
+        second.bind("double", lambda value: 2 * value, once=True)
+        with second:
+            assert future.result(WAIT) == 8
