@@ -22,7 +22,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $(INSTALLED)
 
-demo: $(INSTALLED) ## Run the whole loop on the grid task and show what is logged
+demo: $(INSTALLED) ## Learn a small task from images, in minutes on a CPU
 	@$(BIN)/python -m dreamerv3.main --configs demo --logdir $(LOGDIR)
 
 test: lint ## Lint, then all tests that are quick

@@ -80,6 +80,13 @@ class Agent:
         """
         raise NotImplementedError(f"{type(self).__name__}.train")
 
+    def flush(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Waits for updates, and returns outputs and metrics that `train` still owes.
+
+        For agents whose `train` returns before the update is done.
+        """
+        return {}, {}
+
     def report(
         self, carry: Tree, batch: dict[str, Array]
     ) -> tuple[Tree, dict[str, Array]]:

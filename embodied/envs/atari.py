@@ -225,7 +225,9 @@ def _load(rom: str, sticky: float, seed: int) -> ale_py.ALEInterface:
     # These hold from the moment the game is loaded.
     ale.setInt("random_seed", seed % 2**31)
     ale.setFloat("repeat_action_probability", sticky)
-    ale.loadROM(roms.get_rom_path(rom))
+    path = roms.get_rom_path(rom)
+    assert path is not None  # The name is one that ale_py listed.
+    ale.loadROM(path)
     return ale
 
 

@@ -386,6 +386,7 @@ def test_unknown_id():
 
 def test_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ale_py", None)
+    monkeypatch.delitem(gymnasium.registry, "ALE/Pong-v5", raising=False)
     with pytest.raises(
         MissingExtra, match=r"pip install 'dreamerv3-parallel\[atari\]'"
     ):

@@ -106,11 +106,16 @@ class LoggerRole:
         with self._lock:
             self._count.load(data)
 
-    def close(self) -> None:
-        """Writes what was collected, and ends waits."""
+    def release(self) -> None:
+        """Ends waits, so that the server can close."""
         with self._lock:
             self._closed = True
             self._counted.notify_all()
+
+    def close(self) -> None:
+        """Writes what was collected. Nothing may be added after it."""
+        self.release()
+        with self._lock:
             self._write()
             self._logger.close()
 
@@ -173,7 +178,8 @@ def serve(role: LoggerRole, args: Any, stop: threading.Event) -> None:
     server.bind("discard", lambda tag: None)
     with server:
         stop.wait()
-        role.close()
+        role.release()
+    role.close()
 
 
 def _images(images: dict[str, Array], envids: Any) -> dict[Hashable, dict[str, Array]]:
