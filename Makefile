@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& echo $$p && break; done)
-EXTRAS := dev,portal,wandb
+EXTRAS := dev,plot,portal,wandb
 LOGDIR ?= logdir/demo
 
 .PHONY: help venv demo test test-slow lint format bench clean
@@ -24,9 +24,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED) ## Learn a small task from images, in minutes on a CPU
 	@$(BIN)/python -m dreamerv3.main --configs demo --logdir $(LOGDIR)
+	@$(BIN)/python -m benchmarks.plot $(LOGDIR) --out $(LOGDIR)/scores.png
 
 test: lint ## Lint, then all tests that are quick
-	@$(BIN)/python -m pytest -n 2 -q
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -q
 
 test-slow: $(INSTALLED) ## The same tests with long rounds
 	@$(BIN)/python -m pytest -q -m slow --timeout=3600

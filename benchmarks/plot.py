@@ -131,8 +131,7 @@ def render(
 def title(runs: Sequence[Run]) -> str:
     """Returns task, sizes, and how many seeds there are, or runs if seeds repeat."""
     sizes = " and ".join(dict.fromkeys(run.size for run in runs))
-    seeds = len({(run.size, run.seed) for run in runs})
-    noun = "seed" if seeds == len(runs) else "run"
+    noun = "seed" if len({run.seed for run in runs}) == len(runs) else "run"
     plural = "" if len(runs) == 1 else "s"
     return f"{runs[0].task}, {sizes}, {len(runs)} {noun}{plural}"
 

@@ -36,6 +36,10 @@ ARGS = (
     "consec_train",
     "consec_report",
     "replay_context",
+    "errfile",
+    "ipv6",
+    "clock_addr",
+    "clock_port",
 )
 
 # What an evaluation does not take from the configuration of the run it evaluates.

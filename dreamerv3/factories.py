@@ -148,6 +148,8 @@ def make_logger(config: elements.Config) -> loggers.Logger:
     Its step counts agent steps; outputs get it times the action repeat of the task.
     """
     logdir, settings = config.logdir, config.logger
+    if config.replica:  # The first one's curves are those of the run.
+        logdir = str(pathlib.Path(logdir, "replicas", f"{config.replica:05}"))
     suite = config.task.partition("_")[0]
     repeat = config.env.get(suite, {}).get("repeat", 1)
     pattern = ".*" if settings.timer else r"(?!timer/).*"

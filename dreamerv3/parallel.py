@@ -116,12 +116,6 @@ def run_env(config: elements.Config) -> None:
     from embodied.run import parallel
 
     make = functools.partial(make_env, config)
-    count = config.run.envs + config.run.eval_envs
-    if config.replica >= count:
-        raise ConfigError(
-            f"replica: expected an env id below run.envs + run.eval_envs = {count} for "
-            f"--script parallel_env, got {config.replica}."
-        )
     is_eval = config.replica >= config.run.envs
     parallel.parallel_env(make, config.replica, make_args(config), is_eval)
 

@@ -290,9 +290,10 @@ def run_actor(
                 ending.wait()
             finally:
                 actor.over = True
-                _see_off(server)
+                # First, since workers would wait as long as the replay takes nothing.
                 for client in clients:
-                    client.close()  # Ends a wait for the replay to take a batch.
+                    client.close()
+                _see_off(server)
     finally:
         for client in clients:
             client.close()

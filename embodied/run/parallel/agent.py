@@ -13,6 +13,7 @@ from embodied.run.parallel import wiring
 from embodied.run.parallel.actor import run_actor
 from embodied.run.parallel.ending import Ending
 from embodied.run.parallel.learner import run_learner
+from embodied.run.parallel.replicas import join_replicas
 from embodied.run.signals import stop_on_signals
 
 LEAVE_SECONDS = 30.0  # For the actor to end after the learner.
@@ -87,5 +88,5 @@ def _learn(
     stop: threading.Event,
     progress: Callable[[], None],
 ) -> None:
-    with Ending(barrier, "learner", "actor") as ending:
-        run_learner(agent, ending, args, stop, progress)
+    with Ending(barrier, "learner", "actor") as ending, join_replicas(args) as replicas:
+        run_learner(agent, ending, args, stop, progress, replicas)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from embodied.clock import GlobalClock
 from embodied.run.metrics import Means
 from embodied.run.parallel import wiring
 from embodied.run.parallel.ending import Ending
+from embodied.run.parallel.replicas import Replicas, join_replicas
 from embodied.run.parallel.saving import Conductor
 from embodied.run.parallel.streams import RemoteStream
 from embodied.run.usage import Usage
@@ -140,8 +142,8 @@ def parallel_learner(agent: Agent, barrier: threading.Barrier, args: Any) -> Non
       args: the `run` block of the configuration and what belongs to it.
     """
     wiring.check_addresses(args, "replay_addr", "logger_addr")
-    with Ending(barrier, "learner", "actor") as ending:
-        run_learner(agent, ending, args, threading.Event())
+    with Ending(barrier, "learner", "actor") as ending, join_replicas(args) as replicas:
+        run_learner(agent, ending, args, threading.Event(), replicas=replicas)
 
 
 def run_learner(
@@ -150,7 +152,7 @@ def run_learner(
     args: Any,
     stop: threading.Event,
     progress: Callable[[], None] = lambda: None,
-    clock: Any = None,
+    replicas: Replicas | None = None,
 ) -> None:
     """Trains until the end of the run, or until `stop` is set; then saves.
 
@@ -160,8 +162,9 @@ def run_learner(
       args: see `parallel_learner`.
       stop: ends the run when set; set when the run ends.
       progress: called after every update.
-      clock: client of the clock that all replicas follow.
+      replicas: the hosts of the run, which train, save and end together.
     """
+    replicas = replicas or Replicas()
     with contextlib.ExitStack() as stack:
 
         def connect(name: str, address: str, inflight: int = 16) -> Any:
@@ -175,23 +178,23 @@ def run_learner(
         replay = connect("replay", args.replay_addr, INFLIGHT)
         log = connect("logger", args.logger_addr)
         ended = connect("end", args.logger_addr)
-        over = stack.enter_context(_Over(stop, ending, args.duration))
+        over = stack.enter_context(_Over(stop, ending, args.duration, replicas))
         for client, whom in ((samples, "replay"), (log, "logger")):
             wiring.connect(client, "The learner", whom, stop.is_set)
-        conductor = Conductor(agent, samples, log, args)
+        conductor = Conductor(agent, samples, log, args, replicas)
         stack.callback(conductor.close)
-        if not conductor.restore() and not stop.is_set():
+        if not conductor.restore() and not over:
             conductor.save(trained=0)
             conductor.wait()
         ending.meet()
-        over.when(ended.wait_step(int(args.steps)))
+        over.when(ended.wait_step(math.ceil(args.steps / replicas.count)))
         stream = RemoteStream(samples, "train", AHEAD)
         over.opened(stream)
         batches = agent.stream(stream)
         stack.callback(getattr(batches, "close", lambda: None))
         stack.callback(stream.close)  # Before the other, which waits for it.
         learner = Learner(agent, iter(batches), replay, log, args, stream.waiting.share)
-        _train(learner, conductor, over, ending, args, progress, clock)
+        _train(learner, conductor, over, ending, args, progress, replicas.client)
     ending.check()
     with contextlib.suppress(TimeoutError):
         ending.meet(END_SECONDS)
@@ -206,6 +209,7 @@ def _train(
     progress: Callable[[], None],
     clock: Any,
 ) -> None:
+    """The learner's loop; `clock` gives all replicas the same decisions."""
     should_log = GlobalClock(args.log_every, client=clock, name="log")
     should_report = GlobalClock(args.report_every, client=clock, name="report")
     should_save = GlobalClock(args.save_every, client=clock, name="save")
@@ -217,7 +221,8 @@ def _train(
         progress()
         if should_report():
             learner.report("report", over.opened)
-            if args.eval_envs:
+            # Replicas that have no evaluation steps yet would be out of step.
+            if args.eval_envs and clock is None:
                 learner.report("eval", over.opened)
         if should_log():
             learner.log()
@@ -244,10 +249,18 @@ class _Over:
       stop: set when the run is over.
       ending: a failure of the actor is the end, too.
       duration: seconds; 0 for no limit.
+      replicas: which end together, each after the same update.
     """
 
-    def __init__(self, stop: threading.Event, ending: Ending, duration: float):
+    def __init__(
+        self,
+        stop: threading.Event,
+        ending: Ending,
+        duration: float,
+        replicas: Replicas,
+    ):
         self._stop = stop
+        self._replicas = replicas
         self._duration = duration
         self._lock = threading.Lock()  # Guards the streams.
         self._streams: list[RemoteStream] = []
@@ -263,7 +276,7 @@ class _Over:
         self._watch.join()
 
     def __bool__(self) -> bool:
-        return self._stop.is_set()
+        return self._replicas.over(self._stop.is_set())
 
     def when(self, future: Any) -> None:
         """Ends the run when a call is answered."""
@@ -273,12 +286,14 @@ class _Over:
         """Closes a stream when the run is over."""
         with self._lock:
             self._streams = [x for x in self._streams if not x.closed] + [stream]
-        if self._stop.is_set():
+        if self._stop.is_set() and self._replicas.alone:
             stream.close()
 
     def _run(self) -> None:
         self._stop.wait(self._duration or None)
         self._stop.set()
+        if not self._replicas.alone:
+            return  # The others may have another update to make, which needs batches.
         with self._lock:
             for stream in self._streams:
                 stream.close()

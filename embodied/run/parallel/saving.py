@@ -18,11 +18,13 @@ from typing import Any
 
 from embodied.base import Agent, Tree
 from embodied.checkpoint import Checkpoint, CheckpointError, FileRecord
+from embodied.run.parallel.replicas import Replicas
 from embodied.run.saving import AGENT, FOLDER, load_agent
 
 SAVE_SECONDS = 900.0  # For a role to write its part.
 DISCARD_SECONDS = 10.0
 _COUNT_BYTES = 8
+NO_TAG = "-"  # In place of a tag, if there can be no save.
 
 logger = logging.getLogger("embodied.run")
 
@@ -81,12 +83,16 @@ class Starts:
 class RoleCheckpoint:
     """The parts of one role that is not the conductor.
 
+    With several replicas each has parts of its own, with the replica's number behind
+    the name.
+
     Args:
-      args: `logdir` and `keep`.
+      args: `logdir`, `keep`, `replica` and `replicas`.
     """
 
     def __init__(self, args: Any):
         self.root = Path(args.logdir)
+        self._suffix = f"/{args.replica:05}" if args.replicas > 1 else ""
         self._checkpoint = Checkpoint(self.root, FOLDER, keep=args.keep)
         self._starts = Starts(self.root / FOLDER)
 
@@ -101,9 +107,9 @@ class RoleCheckpoint:
             return {}
         found = set(self._checkpoint.parts(manifest))
         return {
-            name: self._checkpoint.read_part(manifest, name)
+            name: self._checkpoint.read_part(manifest, name + self._suffix)
             for name in names
-            if name in found
+            if name + self._suffix in found
         }
 
     def write(self, tag: str, parts: Mapping[str, Tree]) -> list[FileRecord]:
@@ -111,7 +117,7 @@ class RoleCheckpoint:
         return [
             record
             for name, tree in parts.items()
-            for record in self._checkpoint.write_part(tag, name, tree)
+            for record in self._checkpoint.write_part(tag, name + self._suffix, tree)
         ]
 
 
@@ -126,10 +132,21 @@ class Conductor:
       replay: client of the replay role.
       logger: client of the logger role.
       args: `logdir`, `keep`, and where to start from.
+      replicas: the hosts of the run. All save at the same time, under the tag of the
+        first one, which commits.
     """
 
-    def __init__(self, agent: Agent, replay: Any, logger: Any, args: Any):
+    def __init__(
+        self,
+        agent: Agent,
+        replay: Any,
+        logger: Any,
+        args: Any,
+        replicas: Replicas | None = None,
+    ):
         self._agent = agent
+        self._replicas = replicas or Replicas()
+        self._saves = 0
         self._roles = {"replay": replay, "logger": logger}
         self._args = args
         self._checkpoint = Checkpoint(Path(args.logdir), FOLDER, keep=args.keep)
@@ -142,9 +159,17 @@ class Conductor:
 
         A new run takes the agent from `args.from_checkpoint`, if given.
         """
-        self._checkpoint.clean()
+        if self._replicas.first:
+            self._checkpoint.clean()
+        self._replicas.gather("clean", "")
         args = self._args
         manifest = self._checkpoint.newest()
+        found = self._replicas.gather("found", manifest.tag if manifest else "none")
+        if len(set(found)) > 1:
+            raise CheckpointError(
+                f"The replicas found different checkpoints in {args.logdir}: {found}. "
+                "They need one logdir, in a file system that all of them share."
+            )
         if args.from_checkpoint:
             load_agent(self._agent, args.from_checkpoint, args.from_checkpoint_regex)
         if manifest is None:
@@ -161,20 +186,23 @@ class Conductor:
           trained: batches that the learner has trained on since it started.
         """
         self.wait()
-        try:
-            with self._starts.locked() as starts:
-                tag = self._checkpoint.new_tag()
-        except (CheckpointError, OSError) as error:
-            logger.warning("Could not save. %s", error)
+        self._saves += 1
+        tag, starts = self._replicas.gather(f"tag {self._saves}", self._new_tag())[
+            0
+        ].split()
+        if tag == NO_TAG:
             self._running = concurrent.futures.Future()
             self._running.set_result(False)
             return
-        parts = {
-            "replay": self._roles["replay"].save(tag, trained),
-            "logger": self._roles["logger"].save(tag),
-        }
+        parts = [
+            self._roles["replay"].save(tag, trained),
+            self._roles["logger"].save(tag),
+        ]
         data = self._agent.save()
-        self._running = self._thread.submit(self._write, tag, data, parts, starts)
+        name = f"save {self._saves}"
+        self._running = self._thread.submit(
+            self._write, name, tag, data, parts, int(starts)
+        )
 
     def wait(self) -> bool:
         """Waits until the last save is written; returns whether it succeeded."""
@@ -186,30 +214,67 @@ class Conductor:
         """Ends the background thread, which completes a save that is under way."""
         self._thread.shutdown()
 
-    def _write(self, tag: str, data: Tree, parts: dict[str, Any], starts: int) -> bool:
+    def _new_tag(self) -> str:
+        """Returns a tag and the number of starts until now, where this one commits."""
+        if self._replicas.first:
+            try:
+                with self._starts.locked() as starts:
+                    return f"{self._checkpoint.new_tag()} {starts}"
+            except (CheckpointError, OSError) as error:
+                logger.warning("Could not save. %s", error)
+        return f"{NO_TAG} 0"
+
+    def _write(
+        self, name: str, tag: str, data: Tree, parts: list[Any], starts: int
+    ) -> bool:
+        """Writes this replica's parts, and commits if this is the first one."""
+        own = ""  # Stays so if anything fails.
         try:
-            records = list(self._checkpoint.write_part(tag, AGENT, data))
-            meta: dict[str, Any] = {}
-            for future in parts.values():
-                files, facts = unpack_reply(future.result(SAVE_SECONDS))
-                records += files
-                meta |= facts
-            with self._starts.locked() as now:
-                if now != starts:
-                    raise CheckpointError("A role was restarted meanwhile.")
-                self._checkpoint.commit(tag, records, meta)
+            own = self._write_parts(tag, data, parts)
         except Exception as error:  # Nothing that is there already is lost by it.
-            logger.warning(
-                "A checkpoint could not be saved, training goes on. %s", error
-            )
-            self._take_back(tag)
-            return False
-        return True
+            logger.warning("A part of a checkpoint could not be saved. %s", error)
+        saved = ""
+        every = self._replicas.gather(name, own)
+        if self._replicas.first and all(every):
+            try:
+                self._commit(tag, every, starts)
+                saved = tag
+            except Exception as error:
+                logger.warning("A checkpoint could not be committed. %s", error)
+        if self._replicas.gather(f"{name} done", saved)[0]:
+            return True
+        logger.warning("Training goes on without that checkpoint.")
+        self._take_back(tag)
+        return False
+
+    def _write_parts(self, tag: str, data: Tree, parts: list[Any]) -> str:
+        records: list[FileRecord] = []
+        if self._replicas.first:  # All replicas have the same.
+            records += self._checkpoint.write_part(tag, AGENT, data)
+        meta: dict[str, Any] = {}
+        for future in parts:
+            files, facts = unpack_reply(future.result(SAVE_SECONDS))
+            records += files
+            meta |= facts
+        return pack_reply(records, meta)
+
+    def _commit(self, tag: str, every: list[str], starts: int) -> None:
+        records: list[FileRecord] = []
+        step = 0
+        for text in every:
+            files, facts = unpack_reply(text)
+            records += files
+            step += facts.get("step", 0)
+        with self._starts.locked() as now:
+            if now != starts:
+                raise CheckpointError("A role was restarted meanwhile.")
+            self._checkpoint.commit(tag, records, {"step": step})
 
     def _take_back(self, tag: str) -> None:
         """Removes the files of a save that failed, for the next to have room."""
         try:
-            self._checkpoint.discard(tag)
+            if self._replicas.first:
+                self._checkpoint.discard(tag)
             for client in self._roles.values():
                 client.discard(tag).result(DISCARD_SECONDS)
         except Exception as error:

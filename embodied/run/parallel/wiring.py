@@ -60,13 +60,14 @@ def check_addresses(args: Any, *keys: str) -> None:
 def make_server(kind: str, addr: str, name: str, args: Any, **kwargs: Any) -> Any:
     """Makes the server of a role; `kind` is 'Server' or 'BatchServer'."""
     make = getattr(rpc.transport(args.transport), kind)
-    return make(addr, name, **_security(args), **kwargs)
+    return make(addr, name, **security(args, args.transport), **kwargs)
 
 
-def make_client(addr: str, name: str, args: Any, **kwargs: Any) -> Any:
-    """Makes a connection to a role."""
-    make = rpc.transport(args.transport).Client
-    return make(addr, name, **_security(args), **kwargs)
+def make_client(addr: str, name: str, args: Any, kind: str = "", **kwargs: Any) -> Any:
+    """Makes a connection to a role, over `args.transport` or that of `kind`."""
+    kind = kind or args.transport
+    make = rpc.transport(kind).Client
+    return make(addr, name, **security(args, kind), **kwargs)
 
 
 def connect(
@@ -182,8 +183,9 @@ def prefixed(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield f"{prefix}/{name}", value
 
 
-def _security(args: Any) -> dict[str, Any]:
-    if args.transport == "portal":  # It has no keys.
+def security(args: Any, kind: str) -> dict[str, Any]:
+    """Returns the arguments of servers and clients of a transport that protect them."""
+    if kind == "portal":  # It has no keys.
         return {"insecure": args.insecure}
     return {"keys": rpc.Keys.load(args.keyfile) if args.keyfile else None}
 

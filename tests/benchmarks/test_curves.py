@@ -1,0 +1,157 @@
+"""Learning curves: the numbers in them, and the files they come from."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import curves
+
+SCORES = [(4_000, 1.0), (8_000, 3.0), (20_000, 8.0)]
+
+
+def make_curve(steps, values):
+    return curves.Run("task", "size", 0, 1, np.array(steps, float), values, {})
+
+
+# Numbers.
+
+
+def test_a_running_mean_takes_what_there_is_at_the_start():
+    mean = curves.running_mean(np.array([2.0, 4.0, 6.0, 0.0]), 3)
+    assert mean.tolist() == [2.0, 3.0, 4.0, 10 / 3]
+
+
+@given(st.lists(st.integers(-1000, 1000), min_size=1), st.integers(1, 200))
+def test_a_running_mean_is_that_of_a_slow_loop(values, window):
+    slow = [
+        np.mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)
+    ]
+    np.testing.assert_allclose(curves.running_mean(np.array(values), window), slow)
+
+
+@pytest.mark.parametrize(
+    ("episodes", "window"), [(1, 1), (4, 1), (120, 12), (5000, 100)]
+)
+def test_the_usual_window_is_a_tenth_within_bounds(episodes, window):
+    assert curves.default_window(episodes) == window
+
+
+def test_bins_average_interpolate_between_and_leave_out_what_lies_outside():
+    steps, values = np.array([10.0, 19.0, 30.0, 59.0]), np.array([1.0, 3.0, 6.0, 9.0])
+    means = curves.bin_means(steps, values, width=10, bins=7)
+    np.testing.assert_array_equal(means, [np.nan, 2, 4, 6, 7.5, 9, np.nan])
+
+
+def test_a_band_covers_the_bins_that_all_runs_cover():
+    runs = [
+        make_curve([1, 11, 12, 21], np.array([0.0, 10.0, 20.0, 30.0])),
+        make_curve([15, 25, 39], np.array([5.0, 50.0, 99.0])),
+    ]
+    band = curves.band(runs, width=10)
+    assert band.steps.tolist() == [15, 25]
+    assert band.mean.tolist() == [10, 40]
+    assert band.low.tolist() == [5, 30]
+    assert band.high.tolist() == [15, 50]
+
+
+def test_an_episode_at_the_end_of_the_last_bin_belongs_to_it():
+    band = curves.band([make_curve([5, 20], np.array([1.0, 3.0]))], width=10)
+    assert band.steps.tolist() == [5, 15]
+    assert band.mean.tolist() == [1, 3]
+
+
+def test_runs_that_have_no_bin_in_common_have_no_band():
+    runs = [make_curve([1], np.array([1.0])), make_curve([99], np.array([2.0]))]
+    assert len(curves.band(runs, width=10).mean) == 0
+
+
+# Files.
+
+
+def test_logged_steps_become_agent_steps(make_run):
+    run = curves.read_run(make_run("a", SCORES, seed=7))
+    assert run.steps.tolist() == [1_000, 2_000, 5_000]
+    assert run.values.tolist() == [1, 3, 8]
+    assert (run.task, run.size, run.seed, run.repeat) == (
+        "atari100k_boxing",
+        "size12m",
+        7,
+        4,
+    )
+
+
+def test_steps_of_a_task_without_repeat_stay_as_they_are(make_run):
+    flags = ("--task", "gym_CartPole-v1")
+    assert curves.read_run(make_run("a", SCORES, flags=flags)).steps[-1] == 20_000
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ((), "size200m"),
+        (("--configs", "size1m"), "size1m"),
+        (("--agent.dyn.rssm.deter", "4096"), "4096 recurrent units"),
+        (("--random_agent", "True"), "random agent"),
+    ],
+)
+def test_the_size_is_named_as_its_block(make_run, flags, size):
+    assert curves.read_run(make_run("a", SCORES, flags=flags)).size == size
+
+
+def test_null_and_a_line_that_is_being_written_are_left_out(make_run):
+    logdir = make_run("a", [(8, 2.0), (4, 1.0), (12, None), (16, float("nan"))])
+    with (logdir / "scores.jsonl").open("a") as file:
+        file.write('{"step": 20, "epis')
+    run = curves.read_run(logdir)
+    assert run.steps.tolist() == [1, 2]
+    assert run.values.tolist() == [1, 2]
+
+
+def test_scores_come_from_the_metrics_where_they_have_no_file(make_run):
+    logdir = make_run("a", SCORES)
+    (logdir / "scores.jsonl").rename(logdir / "metrics.jsonl")
+    assert curves.read_run(logdir).values.tolist() == [1, 3, 8]
+
+
+def test_the_published_curve_of_the_task_is_found(make_run):
+    reference = curves.read_reference(curves.read_run(make_run("a", SCORES)))
+    assert reference.steps.tolist() == [10_000, 20_000, 50_000, 100_000]
+    assert reference.values.tolist() == [-2, 12, 47, 79]
+    assert reference.label == "published, mean of 5 seeds"
+
+
+def test_published_frames_become_agent_steps(make_run):
+    flags = ("--configs", "dmc_proprio", "--env.dmc.repeat", "2")
+    reference = curves.read_reference(
+        curves.read_run(make_run("a", SCORES, flags=flags))
+    )
+    assert reference.steps.tolist() == [25_000, 50_000, 100_000]
+    assert reference.values.tolist() == [289, 478, 807]
+
+
+def test_curves_of_vectors_are_not_shown_beside_runs_on_images(make_run):
+    run = curves.read_run(make_run("a", SCORES, flags=("--configs", "dmc_vision")))
+    assert curves.read_reference(run) is None
+    assert curves.read_reference(run, "dmc_walker_walk").values[-1] == 807
+
+
+def test_a_published_curve_can_be_chosen_or_left_out(make_run):
+    run = curves.read_run(make_run("a", SCORES))
+    assert curves.read_reference(run, "none") is None
+    other = curves.read_reference(run, "atari100k_pong")
+    assert other.values[-1] == -4
+    assert other.label == "published atari100k_pong, mean of 5 seeds"
+
+
+def test_every_published_curve_is_whole():
+    content = json.loads(curves.REFERENCES.read_text())["curves"]
+    assert len(content) == 9
+    for curve in content.values():
+        assert len(curve["steps"]) == len(curve["scores"]) >= 3
+        assert curve["steps"] == sorted(curve["steps"])
+        assert curve["unit"] in ("agent steps", "frames")

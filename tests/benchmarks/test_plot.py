@@ -1,0 +1,204 @@
+"""Plots of learning curves: the picture, and clear refusals."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from benchmarks import curves, plot
+
+SCORES = [(40_000, 0.0), (200_000, 30.0), (400_000, 90.0)]
+
+
+def fails(capsys, *arguments):
+    """Runs the program, which must refuse; returns its line."""
+    assert plot.main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("plot: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# The picture.
+
+
+def drawn(path):
+    """The pixels of a PNG of the usual size."""
+    with Image.open(io.BytesIO(path.read_bytes())) as image:
+        assert image.format == "PNG"
+        assert image.size == (plot.WIDTH, plot.HEIGHT)
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def count(pixels, color):
+    """How many pixels have a color, given as #rrggbb."""
+    wanted = [int(color[index : index + 2], 16) for index in (1, 3, 5)]
+    return int((np.abs(pixels - wanted).max(-1) < 8).sum())
+
+
+def test_one_run_becomes_a_png(make_run, tmp_path, capsys):
+    out = tmp_path / "new" / "curve.png"
+    assert plot.main([str(make_run("a", SCORES)), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"Written: {out}\n"
+    pixels = drawn(out)
+    assert count(pixels, plot.COLORS[0]) > 500
+    assert count(pixels, plot.COLORS[1]) == 0
+
+
+def test_a_single_episode_is_enough(make_run, tmp_path):
+    out = plot.render([make_run("a", [(0, 1.0)])], tmp_path / "curve.png")
+    assert count(drawn(out), plot.COLORS[0]) > 10
+
+
+def test_runs_of_one_label_are_one_curve_and_others_have_their_color(
+    make_run, tmp_path
+):
+    logdirs = [make_run(name, SCORES, seed=seed) for seed, name in enumerate("abc")]
+    together = drawn(plot.render(logdirs, tmp_path / "together.png"))
+    assert count(together, plot.COLORS[0]) > 500
+    assert count(together, plot.COLORS[1]) == 0
+    labels = ["one", "one", "two"]
+    apart = drawn(plot.render(logdirs, tmp_path / "apart.png", labels=labels))
+    assert count(apart, plot.COLORS[1]) > 500
+
+
+def test_the_published_curve_is_drawn_unless_left_out(make_run, tmp_path):
+    logdir = make_run("a", SCORES)
+    beside = drawn(plot.render([logdir], tmp_path / "a.png"))
+    alone = drawn(plot.render([logdir], tmp_path / "b.png", reference="none"))
+    assert count(beside, plot.FAINT) > count(alone, plot.FAINT) + 500
+
+
+def test_another_metric_is_drawn_without_published_scores(make_run, tmp_path):
+    logdir = make_run("a", SCORES, metric="train/loss/image")
+    options = {"metric": "train/loss/image"}
+    usual = plot.render([logdir], tmp_path / "a.png", **options)
+    none = plot.render([logdir], tmp_path / "b.png", **options, reference="none")
+    assert usual.read_bytes() == none.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([("size12m", 0)], "atari100k_boxing, size12m, 1 seed"),
+        ([("size12m", 0), ("size12m", 1)], "atari100k_boxing, size12m, 2 seeds"),
+        ([("size12m", 3), ("size12m", 3)], "atari100k_boxing, size12m, 2 runs"),
+        (
+            [("size1m", 0), ("size12m", 0)],
+            "atari100k_boxing, size1m and size12m, 2 runs",
+        ),
+    ],
+)
+def test_the_title_says_task_size_and_seeds(runs, expected):
+    points = np.zeros(1)
+    made = [
+        curves.Run("atari100k_boxing", size, seed, 4, points, points, {})
+        for size, seed in runs
+    ]
+    assert plot.title(made) == expected
+
+
+# Refusals.
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
+    line = fails(capsys, tmp_path / "gone", "--out", tmp_path / "a.png")
+    assert f"{tmp_path / 'gone'}: expected the logdir of a run" in line
+
+
+def test_a_folder_without_configuration_is_named(tmp_path, capsys):
+    line = fails(capsys, tmp_path, "--out", tmp_path / "a.png")
+    assert "has no config.yaml" in line
+
+
+def test_missing_scores_are_named(make_run, tmp_path, capsys):
+    logdir = make_run("a", None)
+    line = fails(capsys, logdir, "--out", tmp_path / "a.png")
+    assert f"{logdir}: expected scores.jsonl or metrics.jsonl" in line
+
+
+def test_a_run_without_an_episode_says_so(make_run, tmp_path, capsys):
+    line = fails(capsys, make_run("a", []), "--out", tmp_path / "a.png")
+    assert "expected values of episode/score, found none" in line
+    assert not (tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"step": 1}\nnonsense\n{"step": 2}\n', "line 2 is not a JSON object"),
+        ('[]\n{"step": 2}\n', "line 1 is not a JSON object"),
+        ('{"episode/score": 2}\n', "expected a number for step"),
+        ('{"step": 1, "episode/score": "high"}\n', "expected a number for step"),
+    ],
+)
+def test_damaged_files_are_named(make_run, tmp_path, capsys, text, message):
+    logdir = make_run("a", None)
+    (logdir / "scores.jsonl").write_text(text)
+    line = fails(capsys, logdir, "--out", tmp_path / "a.png")
+    assert str(logdir / "scores.jsonl") in line
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--metric", "train/nothing"), "expected metrics.jsonl"),
+        (("--reference", "chess"), "expected none or one of atari100k_boxing, "),
+        (("--label", "one", "two"), "expected one for each of 1 runs, got 2"),
+        (("--out", "curve.jpg"), "expected a file name that ends in .png"),
+        (("--out", "/dev/null/curve.png"), "cannot be written"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(
+    make_run, tmp_path, capsys, arguments, message
+):
+    out = ("--out", tmp_path / "a.png")
+    assert message in fails(capsys, make_run("a", SCORES), *out, *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--window", "0"), ("--steps-per", "-1"), ("--steps-per", "few")]
+)
+def test_widths_are_positive(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        plot.main(["logdir", "--out", "a.png", *arguments])
+    assert stopped.value.code == 2
+    assert "expected a number above 0" in capsys.readouterr().err
+
+
+def test_runs_of_several_tasks_are_refused(make_run, tmp_path, capsys):
+    logdirs = (
+        make_run("a", SCORES),
+        make_run("b", SCORES, flags=("--task", "gym_CartPole-v1")),
+    )
+    line = fails(capsys, *logdirs, "--out", tmp_path / "a.png")
+    assert "expected runs of one task, got atari100k_boxing, gym_CartPole-v1" in line
+
+
+def test_without_matplotlib_the_program_says_what_to_install(
+    make_run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    line = fails(capsys, make_run("a", SCORES), "--out", tmp_path / "a.png")
+    assert "pip install 'dreamerv3-parallel[plot]'" in line
+
+
+def test_a_run_that_draws_at_its_end_does_not_fail_without_matplotlib(
+    make_run, tmp_path, capsys, monkeypatch
+):
+    logdir, out = make_run("a", SCORES), tmp_path / "a.png"
+    assert plot.draw([logdir], out)
+    assert capsys.readouterr().err == ""
+    out.unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not plot.draw([logdir], out)
+    assert capsys.readouterr().err.startswith(
+        "No plot: expected the package matplotlib"
+    )
+    assert not out.exists()

@@ -1,0 +1,63 @@
+"""What the command line makes of the errors of parallel programs."""
+
+import pytest
+
+from dreamerv3 import main as program
+from dreamerv3 import rules
+from dreamerv3.config import ConfigError
+from dreamerv3.main import main
+from embodied.rpc import AuthError, RunFailed, RunStalled
+from embodied.run import parallel
+from embodied.run.parallel.wiring import RoleError
+
+ARGV = ["--script", "parallel", "--random_agent", "True", "--logdir"]
+
+
+def run_with(monkeypatch, folder, error, cause=None):
+    """Runs a program whose roles fail with an error; returns the exit code."""
+
+    def fail(*args):
+        raise error from cause
+
+    monkeypatch.setattr(parallel, "combined", fail)
+    return main([*ARGV, str(folder)])
+
+
+def test_all_scripts_are_there():
+    assert set(rules.SCRIPTS) <= set(program.SCRIPTS)
+
+
+def test_a_failed_role_is_shown_with_its_traceback(monkeypatch, tmp_path, capsys):
+    error = RunFailed("env-3", "failed for good", "Traceback ...\nOSError: 5", "env")
+    assert run_with(monkeypatch, tmp_path, error) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("dreamerv3: Worker 'env-3' failed for good\n")
+    assert "\n  Traceback ...\n  OSError: 5\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RunStalled("No worker has progressed"), 1),
+        (AuthError("its key is not the one expected"), 1),
+        (RoleError("run.actor_batch: expected less"), 2),
+    ],
+)
+def test_other_errors_are_one_message(monkeypatch, tmp_path, capsys, error, code):
+    assert run_with(monkeypatch, tmp_path, error) == code
+    assert capsys.readouterr().err == f"dreamerv3: {error}\n"
+
+
+def test_a_mistake_that_the_agent_finds_is_shown_as_it_is(
+    monkeypatch, tmp_path, capsys
+):
+    error = RunFailed("agent", "failed", "Traceback ...", "agent")
+    cause = ConfigError("agent.enc: expected something else")
+    assert run_with(monkeypatch, tmp_path, error, cause) == 2
+    assert capsys.readouterr().err == f"dreamerv3: {cause}\n"
+
+
+def test_an_env_id_that_does_not_exist_is_refused(tmp_path, capsys):
+    argv = ["--script", "parallel_env", "--replica", "20", "--run.actor_addr"]
+    assert main([*argv, "localhost:7", "--logdir", str(tmp_path)]) == 2
+    assert "run.envs + run.eval_envs (20)" in capsys.readouterr().err

@@ -1,0 +1,52 @@
+"""MiniGrid: rooms as images."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from suite_testing import check_suite
+
+pytest.importorskip("minigrid", reason="the extra 'minigrid' is not installed")
+
+from embodied.envs import UnknownTask, make
+from embodied.envs.minigrid import MiniGrid
+
+LEFT, RIGHT, FORWARD = range(3)
+
+
+def test_suite():
+    check_suite("minigrid_DoorKey-5x5", steps=300)
+
+
+def test_reaching_the_goal_is_terminal_and_running_out_of_time_is_not():
+    env = MiniGrid("Empty-5x5")
+    env.step({"reset": True})
+    for action in (FORWARD, FORWARD, RIGHT, FORWARD, FORWARD):
+        obs = env.step({"reset": False, "action": np.int32(action)})
+    assert obs["is_last"]
+    assert obs["is_terminal"]
+    assert obs["reward"] > 0.9
+    obs = env.step({"reset": True})
+    while not obs["is_last"]:
+        obs = env.step({"reset": False, "action": np.int32(LEFT)})
+    assert not obs["is_terminal"]
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_images(full):
+    env = MiniGrid("DoorKey-5x5", size=(48, 80), full=full)
+    first = env.step({"reset": True})
+    turned = env.step({"reset": False, "action": np.int32(LEFT)})
+    assert first["image"].shape == turned["image"].shape == (48, 80, 3)
+    assert not np.array_equal(first["image"], turned["image"])
+    assert (first["direction"] - turned["direction"]) % 4 == 1
+
+
+@pytest.mark.parametrize("task", ["Empty-5x5", "MiniGrid-Empty-5x5-v0"])
+def test_names(task):
+    assert make(f"minigrid_{task}").name == "MiniGrid-Empty-5x5-v0"
+
+
+def test_unknown_task():
+    with pytest.raises(UnknownTask, match=r"Did you mean DoorKey-5x5"):
+        make("minigrid_DorKey-5x5")

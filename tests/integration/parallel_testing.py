@@ -1,0 +1,206 @@
+"""Starts runs as programs of their own, and looks at what they do and leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+from embodied.checkpoint import Checkpoint
+
+WAIT = 90.0  # Seconds; far above what anything here takes, also on a busy machine.
+
+SMALL = ["--configs", "debug", "--random_agent", "True", "--logger.outputs", "jsonl"]
+SMALL += ["--run.envs", "2", "--run.eval_envs", "1", "--run.log_every", "0.5"]
+SMALL += ["--run.report_every", "0.5", "--run.save_every", "1000"]
+SMALL += [
+    "--task",
+    "tiny_testing:Task",
+    "--batch_size",
+    "4",
+    "--batch_length",
+    "8",
+    "--report_length",
+    "4",
+]
+
+
+def small(logdir, *argv, script="parallel", steps=300):
+    """The arguments of a small run."""
+    steps = ["--run.steps", str(steps)]
+    return [*SMALL, "--logdir", str(logdir), "--script", script, *steps, *argv]
+
+
+class Program:
+    """A program in a session of its own, whose end is also that of its children.
+
+    with Program(*small(tmp_path)) as program:
+      program.wait_for("Starting")
+      assert program.wait() == 0, program.output()
+
+    Args:
+      argv: arguments of `python -m dreamerv3.main`, or of Python if `script` is given.
+      script: a file to run instead.
+      environ: changes to the environment.
+      prefix: of the command.
+    """
+
+    def __init__(self, *argv, script=None, environ=None, prefix=()):
+        command = [*prefix, sys.executable]
+        command += [str(script)] if script else ["-m", "dreamerv3.main"]
+        self._command = [*command, *map(str, argv)]
+        self._environ = {**os.environ, "PYTHONPATH": _folder(), **(environ or {})}
+
+    def __enter__(self):
+        self._shown = open(_memory_file(), "w+b")
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=self._shown,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._shown.close()
+            raise
+        return self
+
+    def __exit__(self, *error):
+        try:
+            children = self.children()
+            self._process.kill()
+            self._process.wait()
+            for child in psutil.wait_procs(children, timeout=10)[1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+        finally:
+            self._shown.close()
+
+    @property
+    def pid(self):
+        return self._process.pid
+
+    @property
+    def running(self):
+        return self._process.poll() is None
+
+    def children(self):
+        try:
+            return psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def roles(self):
+        """The names of the roles that run as processes, and these."""
+        found = {}
+        for child in self.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                command = child.cmdline()
+                if any(part.endswith("rpc/child.py") for part in command):
+                    found[command[-1]] = child
+        return found
+
+    def interrupt(self):
+        """Sends Ctrl-C as a terminal does: to all of the foreground's processes."""
+        os.killpg(self.pid, signal.SIGINT)
+
+    def terminate(self):
+        os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self, seconds=WAIT):
+        """Waits for the end; returns the exit code."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"It did not end.\n{self.output()}") from None
+
+    def output(self):
+        """What was printed until now, errors among it."""
+        size = os.fstat(self._shown.fileno()).st_size
+        return os.pread(self._shown.fileno(), size, 0).decode(errors="replace")
+
+    def wait_for(self, text, seconds=WAIT):
+        """Waits until something is printed."""
+        wait_until(lambda: text in self.output() or not self.running, seconds, self)
+        assert text in self.output(), self.output()
+
+    def wait_for_step(self, logdir, step, seconds=WAIT):
+        """Waits until the metrics of a step are written."""
+        wait_until(lambda: last_step(logdir) >= step or not self.running, seconds, self)
+        assert last_step(logdir) >= step, self.output()
+
+    def wait_for_envs(self, logdir, count, seconds=WAIT):
+        """Waits until so many environments have had actions from the actor."""
+        self.wait_for_metrics(
+            logdir, lambda found: count in found.get("parallel/envs", []), seconds
+        )
+
+    def wait_for_metrics(self, logdir, condition, seconds=WAIT):
+        """Waits until the metrics so far are as they should be."""
+        wait_until(
+            lambda: condition(metrics(logdir)) or not self.running, seconds, self
+        )
+        assert condition(metrics(logdir)), self.output()
+
+
+def wait_until(condition, seconds=WAIT, program=None):
+    """Waits for something that another process does, and that signals nothing."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        shown = program.output() if program else ""
+        assert time.monotonic() < deadline, f"It did not come true.\n{shown}"
+        time.sleep(0.05)
+
+
+def read_lines(path):
+    """The lines of a JSONL file, without one that is still being written."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def metrics(logdir):
+    """All values of every metric, in their order."""
+    found = {}
+    for line in read_lines(pathlib.Path(logdir, "metrics.jsonl")):
+        for name, value in line.items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def last_step(logdir):
+    lines = read_lines(pathlib.Path(logdir, "metrics.jsonl"))
+    return lines[-1]["step"] if lines else -1
+
+
+class Saved:
+    """The newest checkpoint of a logdir: `saved.step` and `saved["limiter"]`."""
+
+    def __init__(self, logdir):
+        self._checkpoint = Checkpoint(pathlib.Path(logdir))
+        self._manifest = self._checkpoint.newest()
+        assert self._manifest is not None, f"{logdir} has no checkpoint."
+        self.tag = self._manifest.tag
+        self.step = self._manifest.meta["step"]
+
+    def __getitem__(self, name):
+        return self._checkpoint.read_part(self._manifest, name)
+
+
+def _folder():
+    here = str(pathlib.Path(__file__).parent)
+    return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+
+
+def _memory_file():
+    return os.memfd_create("output")

@@ -1,0 +1,163 @@
+"""Damaged files, a full disk, and the end in the middle of a save."""
+
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+from fault_testing import Run, check_replay, manifests
+from parallel_testing import wait_until
+
+from embodied.checkpoint import Checkpoint
+
+NOT_SAVED = "WARNING: A checkpoint could not be saved, training goes on. "
+SAMPLE = ("ckpt/agent/", "ckpt/replay_calls/", "replay/")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The logdir of a run that was killed after some saves."""
+    logdir = tmp_path_factory.mktemp("killed") / "run"
+    with Run(logdir) as run:
+        run.goes_on()
+        run.saves()
+        run.crash()
+    return logdir
+
+
+class TestDamagedFiles:
+    @pytest.mark.parametrize(
+        "every",
+        [False, pytest.param(True, marks=pytest.mark.slow)],
+        ids=["some", "all"],
+    )
+    @pytest.mark.timeout(900)
+    def test_the_newest_whole_checkpoint_counts(self, killed, tmp_path, every):
+        older, newest = manifests(killed)[-2:]
+        files = list(newest.files)
+        if not every:
+            files = [
+                next(record for record in files[::-1] if record.path.startswith(start))
+                for start in SAMPLE
+            ]
+        for index, record in enumerate(files):
+            logdir = tmp_path / str(index)
+            shutil.copytree(killed, logdir)
+            truncate(logdir / record.path)
+            # Of the replay what is whole is used, whatever else is lost.
+            expected = older if record.required else newest
+            with Run(logdir) as run:
+                run.wait_for(f"from checkpoint {expected.tag}.")
+                run.wait_for("The replay has ")
+                pattern = rf"WARNING: .*{re.escape(pathlib.Path(record.path).name)}"
+                assert re.search(pattern, run.output()), run.output()
+                run.crash()
+
+    def test_a_torn_manifest(self, killed, tmp_path):
+        logdir = tmp_path / "run"
+        shutil.copytree(killed, logdir)
+        truncate(logdir / "ckpt/manifest.json")
+        newest = manifests(logdir)[-1]
+        with Run(logdir) as run:
+            run.wait_for(f"from checkpoint {newest.tag}.")
+            assert "WARNING: Skipping a damaged manifest: " in run.output()
+            assert "manifest.json" in run.output()
+            run.saves()
+            run.leave()
+        check_replay(logdir)
+
+
+def truncate(path):
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system that has room for saves, which leave 100 MB, but not for much."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=140m", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, timeout=30)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if mounted.returncode:
+        pytest.skip(f"tmpfs cannot be mounted: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True, timeout=30)
+
+
+class TestFullDisk:
+    def test_the_last_save_stays_and_the_run_goes_on(self, small_disk):
+        logdir = small_disk / "run"
+        with Run(logdir) as run:
+            run.goes_on()
+            run.saves()
+            fill(small_disk / "ballast")
+            run.wait_for(NOT_SAVED)
+            last = Checkpoint(logdir).newest()
+            seen = run.output()
+            wait_until(
+                lambda: (
+                    run.output().count(NOT_SAVED) > seen.count(NOT_SAVED) + 1
+                    and shown_step(run.output()) > shown_step(seen)
+                ),
+                program=run,
+            )
+            assert Checkpoint(logdir).newest() == last
+            (small_disk / "ballast").unlink()
+            run.goes_on()
+            run.saves()
+            assert Checkpoint(logdir).newest().tag > last.tag
+            assert "restarted" not in run.output()
+            run.leave()
+        check_replay(logdir)
+
+    def test_an_end_that_cannot_be_saved_is_an_error(self, small_disk):
+        logdir = small_disk / "run"
+        with Run(logdir) as run:
+            run.goes_on()
+            fill(small_disk / "ballast")
+            run.wait_for(NOT_SAVED)
+            last = Checkpoint(logdir).newest()
+            run.terminate()
+            assert run.wait() == 1, run.output()
+            assert f"could not be saved to {logdir}" in run.output()
+        assert Checkpoint(logdir).newest() == last
+
+
+def fill(path):
+    """Writes until nothing fits any more."""
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            with pytest.raises(OSError, match="No space left"):
+                while True:
+                    file.write(bytes(size))
+
+
+def shown_step(output):
+    return max(map(int, re.findall(r"^Step (\d+), ", output, re.MULTILINE)))
+
+
+class TestEndDuringSave:
+    @pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
+    def test_all_of_the_end_is_saved(self, tmp_path, process):
+        flags = ["--run.save_every", "-1", "--run.agent_process", process]
+        with Run(tmp_path, *flags) as run:
+            run.saves()
+            wait_until(lambda: is_saving(tmp_path), program=run)
+            run.leave()
+            assert "WARNING" not in run.output()
+        saved = manifests(tmp_path)
+        assert Checkpoint(tmp_path).newest() == saved[-1]
+        assert not is_saving(tmp_path)
+        assert not list(tmp_path.rglob("*.partial-save"))
+        check_replay(tmp_path)
+
+
+def is_saving(logdir):
+    """Whether files of a save are there that is not committed."""
+    tags = {manifest.tag for manifest in manifests(logdir)}
+    return any(path.stem not in tags for path in (logdir / "ckpt/agent").iterdir())

@@ -1,0 +1,86 @@
+"""Roles that stand still, and environments that fail or hang."""
+
+import os
+import re
+import signal
+
+import pytest
+from fault_envs import FAULTY_STEP
+from fault_testing import ENVS, Run, check_ratio, check_replay, manifests
+
+QUICK = pytest.param(10, id="short")
+LONG = pytest.param(20, id="long", marks=pytest.mark.slow)
+
+
+class TestStopped:
+    def test_env_worker_is_replaced(self, tmp_path):
+        with Run(tmp_path, "--run.env_timeout", "3") as run:
+            run.goes_on()
+            os.kill(run.pid_of("env-1"), signal.SIGSTOP)
+            run.wait_for("Role env-1 is restarted: has reported no progress for ")
+            run.goes_on()
+            check_ratio(tmp_path)
+            run.leave()
+        steps = check_replay(tmp_path)
+        assert len({step[0] for step in steps}) > ENVS
+
+    @pytest.mark.parametrize("seconds", [QUICK, LONG])
+    def test_everyone_waits_for_the_replay(self, tmp_path, seconds):
+        with Run(tmp_path, "--run.env_timeout", "3") as run:
+            run.goes_on()
+            os.kill(run.pid_of("replay"), signal.SIGSTOP)
+            run.stays(seconds)
+            os.kill(run.pid_of("replay"), signal.SIGCONT)
+            run.goes_on()
+            check_ratio(tmp_path)
+            run.leave()
+            assert "restarted" not in run.output()
+            assert "WARNING" not in run.output()
+        steps = check_replay(tmp_path)
+        assert len({step[0] for step in steps}) == ENVS
+
+
+KINDS = {
+    "raise": "ZeroDivisionError: the environment is broken",
+    "shape": "got int32 of shape (4,)",
+    "sleep": "has reported no progress for ",
+}
+
+
+class TestEnvironments:
+    def test_one_failure_of_each_kind_is_survived(self, tmp_path):
+        faults = tmp_path / "faults"
+        faults.mkdir()
+        for kind in KINDS:
+            (faults / kind).touch()
+        logdir = tmp_path / "run"
+        environ = {"FAULTS": str(faults)}
+        flags = ["--run.env_timeout", "3"]
+        with Run(logdir, *flags, task="Faulty", environ=environ) as run:
+            for reason in KINDS.values():
+                run.wait_for(reason)
+            run.goes_on()
+            check_ratio(logdir)
+            run.leave()
+        assert not list(faults.iterdir())
+        steps = check_replay(logdir)
+        assert len({step[0] for step in steps}) >= 2 * ENVS
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_one_that_always_fails_ends_the_run(self, tmp_path, kind):
+        flags = ["--run.env_timeout", "2", "--run.restarts.env", "1"]
+        environ = {"FAULT": kind}
+        with Run(tmp_path, *flags, task="Faulty", environ=environ) as run:
+            assert run.wait() == 1
+            shown = run.output()
+            children = run.children()
+        assert not children
+        failure = shown[shown.index("dreamerv3: ") :]
+        role = r"dreamerv3: Worker 'env-\d' of role 'env' failed for good "
+        assert re.match(role + r"\(2 failures in 600 s, 1 restarts allowed\)", failure)
+        assert KINDS[kind] in failure
+        if kind == "raise":
+            assert ", in _raise" in failure  # Where it happened, in the env process.
+        assert manifests(tmp_path)
+        steps = check_replay(tmp_path)
+        assert len(steps) <= 2 * ENVS * FAULTY_STEP

@@ -1,0 +1,132 @@
+"""SIGKILL of each role of a run that trains: what goes on, and what is kept."""
+
+import os
+import random
+import signal
+
+import pytest
+from fault_testing import (
+    ENVS,
+    Run,
+    check_metrics,
+    check_ratio,
+    check_replay,
+    manifests,
+)
+from parallel_testing import wait_until
+
+from embodied.checkpoint import Checkpoint
+
+ALL_ENVS = [f"env-{index}" for index in range(ENVS)]
+
+
+class TestRolesThatComeBack:
+    def test_env_workers(self, tmp_path):
+        with Run(tmp_path) as run:
+            run.goes_on()
+            run.kill("env-0")
+            run.goes_on()
+            run.kill(*ALL_ENVS)
+            run.goes_on()
+            check_ratio(tmp_path)
+            run.leave()
+        steps = check_replay(tmp_path)
+        assert len({step[0] for step in steps}) == ENVS + 1 + ENVS
+
+    def test_logger_and_replay(self, tmp_path):
+        with Run(tmp_path) as run:
+            run.saves()
+            run.kill("logger")
+            run.goes_on()
+            run.saves()
+            run.kill("replay")
+            run.goes_on()
+            run.saves()
+            run.kill("replay", "logger")
+            run.goes_on()
+            check_ratio(tmp_path)
+            run.leave()
+        check_replay(tmp_path, max_gaps=2 * ENVS)
+        check_metrics(tmp_path)
+
+    def test_replay_between_its_part_of_a_save_and_the_commit(self, tmp_path):
+        with Run(tmp_path, "--run.save_every", "-1") as run:
+            run.saves()
+            logger = run.pid_of("logger")
+            os.kill(logger, signal.SIGSTOP)  # No save is committed without it.
+            saved = manifests(tmp_path)[-1].tag
+            written = tmp_path / "ckpt" / "replay_calls"
+            wait_until(lambda: newest_part(written) > saved, program=run)
+            run.kill("replay")
+            wait_until(lambda: run.output().count("The replay has ") > 1, program=run)
+            os.kill(logger, signal.SIGCONT)
+            run.wait_for("A role was restarted meanwhile.")
+            run.saves()
+            run.goes_on()
+            run.leave()
+        check_replay(tmp_path, max_gaps=ENVS)
+
+    def test_agent_process(self, tmp_path):
+        with Run(tmp_path, "--run.agent_process", "True") as run:
+            run.saves()
+            before = manifests(tmp_path)[-1].meta["step"]
+            run.kill("agent")
+            run.wait_for("Continuing at step")
+            run.goes_on()
+            check_ratio(tmp_path)
+            run.leave()
+        assert manifests(tmp_path)[-1].meta["step"] > before
+        steps = check_replay(tmp_path, max_gaps=ENVS)
+        assert len({step[0] for step in steps}) == ENVS  # Nobody else was restarted.
+
+
+class TestLauncher:
+    @pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
+    def test_it_can_be_ended_while_it_starts(self, tmp_path, process):
+        with Run(tmp_path, "--run.agent_process", process) as run:
+            run.wait_for("Addresses: ")
+            if process:
+                run.pid_of("agent")
+            run.leave()
+
+    @pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
+    def test_nobody_outlives_it(self, tmp_path, process):
+        with Run(tmp_path, "--run.agent_process", process) as run:
+            run.wait_for("training begins")
+            assert set(run.roles()) >= {"logger", "replay", *ALL_ENVS}
+            run.crash()
+
+    @pytest.mark.parametrize(
+        "rounds",
+        [3, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    )
+    def test_the_run_goes_on_from_its_last_save(self, tmp_path, rounds):
+        moments = random.Random(rounds)
+        for _ in range(rounds):
+            with Run(tmp_path) as run:
+                check_resumed(run)
+                run.stays(moments.uniform(0.0, 3.0))
+                run.crash()
+        with Run(tmp_path) as run:
+            check_resumed(run)
+            run.goes_on()
+            check_ratio(tmp_path)
+            run.leave()
+        check_replay(tmp_path)
+        check_metrics(tmp_path)
+
+
+def newest_part(folder):
+    """The tag of the newest part in a folder of the checkpoints."""
+    return max(path.stem for path in folder.glob("*.json"))
+
+
+def check_resumed(run):
+    """The run begins, with the newest checkpoint if there is one."""
+    newest = Checkpoint(run.logdir).newest()
+    if newest:
+        run.wait_for(f"from checkpoint {newest.tag}.")
+        assert f"Continuing at step {newest.meta['step']}," in run.output()
+        assert "WARNING" not in run.output()
+    else:
+        run.wait_for("Addresses: ")

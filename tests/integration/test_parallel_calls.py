@@ -1,0 +1,260 @@
+"""Every call of the contract, made by a client of the test against running roles."""
+
+import contextlib
+
+import cloudpickle
+import numpy as np
+import pytest
+from parallel_testing import WAIT, metrics, small, wait_until
+from tiny_testing import Parts
+
+from embodied.rpc import Client, Keys, Process, RemoteError, free_port, stop
+from embodied.run.parallel import parallel_agent, parallel_logger, parallel_replay
+
+
+class Roles:
+    """Roles in processes of their own, and clients of the test."""
+
+    def __init__(self, folder, *flags):
+        self._stack = contextlib.ExitStack()
+        self.keys = Keys.generate()
+        self.keys.save(folder / "keys.json")
+        addresses = ["--run.keyfile", folder / "keys.json"]
+        for role in ("actor", "replay", "logger"):
+            addresses += [f"--run.{role}_addr", f"localhost:{free_port()}"]
+        self.parts = Parts([*small(folder / "run"), *map(str, addresses), *flags])
+        self.args = self.parts.args
+        self.processes = []
+
+    def start(self, function, *factories):
+        # Of either kind, since roles take both.
+        pickled = [cloudpickle.dumps(factory) for factory in factories]
+        process = Process(function, *pickled, self.args)
+        process.start()
+        self.processes.append(process)
+
+    def client(self, role, **kwargs):
+        address = self.args[f"{role}_addr"]
+        client = Client(address, "test", keys=self.keys, **kwargs)
+        self._stack.callback(client.close)
+        client.connect(WAIT)
+        return client
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._stack.close()
+        for process in reversed(self.processes):  # The agent saves with the others.
+            stop([process], 10)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """Replay and logger, with nobody else who uses them."""
+    with Roles(tmp_path_factory.mktemp("stores"), "--run.train_ratio", "0") as roles:
+        parts = roles.parts
+        roles.start(parallel_logger, parts.make_logger)
+        roles.start(
+            parallel_replay,
+            parts.make_replay,
+            parts.make_replay_eval,
+            parts.make_stream,
+        )
+        yield roles
+
+
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory):
+    """An actor with all that it needs, for workers of the test."""
+    with Roles(tmp_path_factory.mktemp("actor")) as roles:
+        parts = roles.parts
+        roles.start(parallel_logger, parts.make_logger)
+        roles.start(
+            parallel_replay,
+            parts.make_replay,
+            parts.make_replay_eval,
+            parts.make_stream,
+        )
+        roles.start(parallel_agent, parts.make_agent)
+        yield roles
+
+
+def transitions(envids, count, is_eval=False, start=0):
+    """Batches of one transition of each env, with a recurrent state."""
+    size = len(envids)
+    for index in range(start, start + count):
+        yield {
+            "where": np.array([[envid, 0, index] for envid in envids], np.int32),
+            "action": np.zeros(size, np.int32),
+            "reward": np.ones(size, np.float32),
+            "is_first": np.full(size, index == 0),
+            "is_last": np.zeros(size, bool),
+            "is_terminal": np.zeros(size, bool),
+            "dyn/deter": np.full((size, 2), index, np.float32),
+            "envid": np.array(envids, np.int32),
+            "is_eval": np.full(size, is_eval),
+        }
+
+
+def observation(envid, is_last=False, **changes):
+    return {
+        "where": np.array([envid, 0, 0], np.int32),
+        "reward": np.float32(1),
+        "is_first": np.bool_(False),
+        "is_last": np.bool_(is_last),
+        "is_terminal": np.bool_(False),
+        "log/count": np.float32(7),
+        "envid": np.int32(envid),
+        "is_eval": np.bool_(False),
+        **changes,
+    }
+
+
+def message(envid, is_eval=False):
+    """A transition as the logger gets it."""
+    return {
+        "reward": np.zeros(1, np.float32),
+        "is_first": np.ones(1, bool),
+        "is_last": np.zeros(1, bool),
+        "envid": np.array([envid], np.int32),
+        "is_eval": np.full(1, is_eval),
+    }
+
+
+class TestReplay:
+    def test_what_is_added_is_sampled_and_updated(self, stores):
+        client = stores.client("replay")
+        for batch in transitions([0, 1], 30):
+            client.add_batch(batch).result(WAIT)
+        batch = client.sample_batch_train().result(WAIT)
+        assert batch["where"].shape == (4, 8 + 1, 3)
+        assert batch["stepid"].shape == (4, 9, 20)
+        assert set(batch["where"][..., 0].ravel().tolist()) <= {0, 1}
+        assert (np.diff(batch["where"][..., 2].astype(int), axis=1) == 1).all()
+        assert batch["is_first"][:, 0].all()
+        assert "envid" not in batch and "is_eval" not in batch
+        assert client.sample_batch_report().result(WAIT)["where"].shape[1] == 4 + 1
+        # What is refreshed is what later batches have.
+        steps = len(batch["stepid"][0])
+        fresh = np.full((4, steps, 2), -5, np.float32)
+        client.update({"stepid": batch["stepid"], "dyn/deter": fresh}).result(WAIT)
+        seen = set()
+        for _ in range(50):
+            sample = client.sample_batch_train().result(WAIT)
+            seen.update(sample["dyn/deter"].ravel().tolist())
+        assert -5 in seen and len(seen) > 1
+
+    def test_evaluation_has_its_own(self, stores):
+        client = stores.client("replay")
+        assert client.sample_batch_eval().result(WAIT) == {}
+        for batch in transitions([7], 20, is_eval=True):
+            client.add_batch(batch).result(WAIT)
+        batch = client.sample_batch_eval().result(WAIT)
+        assert set(batch["where"][..., 0].ravel().tolist()) == {7}
+        report = client.sample_batch_report().result(WAIT)
+        assert 7 not in report["where"][..., 0]
+
+    def test_answers_keep_their_order(self, stores):
+        client = stores.client("replay")
+        futures = [client.add_batch(x) for x in transitions([3], 12)]
+        assert [future.result(WAIT) for future in futures] == [None] * 12
+
+    def test_what_does_not_fit_is_refused_and_harms_nobody(self, stores):
+        client = stores.client("replay")
+        (batch,) = transitions([4], 1)
+        with pytest.raises(RemoteError):
+            client.add_batch({**batch, "reward": np.ones(3, np.float32)}).result(WAIT)
+        with pytest.raises(RemoteError):
+            client.add_batch({"reward": np.ones(1, np.float32)}).result(WAIT)
+        with pytest.raises(RemoteError, match="no_such_call"):
+            client.no_such_call().result(WAIT)
+        client.add_batch(batch).result(WAIT)
+
+
+class TestLogger:
+    def test_metrics_and_transitions_are_written(self, stores):
+        client = stores.client("logger")
+        client.add({"mine/value": 3.5}).result(WAIT)
+        before = client.wait_step(0).result(WAIT)
+        first = {
+            "reward": np.zeros(2, np.float32),
+            "is_first": np.ones(2, bool),
+            "is_last": np.zeros(2, bool),
+            "log/found": np.array([1, 2], np.float32),
+            "envid": np.array([50, 51], np.int32),
+            "is_eval": np.array([False, True]),
+        }
+        last = {
+            **first,
+            "reward": np.array([2, 4], np.float32),
+            "is_first": np.zeros(2, bool),
+            "is_last": np.ones(2, bool),
+        }
+        assert client.tran(first).result(WAIT) == before + 1
+        assert client.tran(last).result(WAIT) == before + 2
+        logdir = stores.args.logdir
+        names = ("mine/value", "episode/score", "eval_episode/score")
+
+        def written():
+            client.add({"mine/value": 3.5}).result(
+                WAIT
+            )  # Which writes when it is time.
+            return all(name in metrics(logdir) for name in names)
+
+        wait_until(written)
+        found = metrics(logdir)
+        assert found["mine/value"][0] == 3.5
+        assert found["episode/score"] == [2] and found["eval_episode/score"] == [4]
+
+    def test_a_wait_for_a_step_ends_with_it(self, stores):
+        client, other = stores.client("logger"), stores.client("logger")
+        step = client.wait_step(0).result(WAIT)
+        waiting = client.wait_step(step + 1)
+        assert not waiting.wait(0.2)
+        other.tran(message(60, is_eval=True)).result(WAIT)
+        assert not waiting.wait(0.2)
+        other.tran(message(60)).result(WAIT)
+        assert waiting.result(WAIT) == step + 1
+
+
+class TestActor:
+    def test_one_observation_gets_its_action(self, actor):
+        client = actor.client("actor")
+        for is_last in (False, True):
+            reply = client.act(observation(0, is_last)).result(WAIT)
+            assert set(reply) == {"action", "reset"}
+            assert reply["reset"] == is_last and 0 <= reply["action"] < 5
+
+    def test_a_stack_gets_a_stack(self, actor):
+        client = actor.client("actor")
+        each = [observation(envid, is_last=envid == 11) for envid in (10, 11)]
+        stack = {key: np.stack([row[key] for row in each]) for key in each[0]}
+        reply = client.call("act", stack, rows=2).result(WAIT)
+        assert reply["reset"].tolist() == [False, True]
+        assert reply["action"].shape == (2,)
+
+    def test_what_it_did_is_stored_and_counted(self, actor):
+        client, logger = actor.client("actor"), actor.client("logger")
+        replay = actor.client("replay")
+        step = logger.tran(message(70, is_eval=True)).result(WAIT)
+        for index in range(12):
+            where = np.array([20, 0, index], np.int32)
+            client.act(observation(20, where=where)).result(WAIT)
+        # An evaluation's transition tells the step, and does not count.
+        wait_until(
+            lambda: logger.tran(message(70, is_eval=True)).result(WAIT) == step + 12
+        )
+        seen = replay.sample_batch_report().result(WAIT)
+        assert {"where", "action", "reward"} <= set(seen)
+        assert not [key for key in seen if key.startswith("log/")]
+
+    def test_a_bad_observation_harms_nobody(self, actor):
+        good, bad = actor.client("actor"), actor.client("actor")
+        good.act(observation(30)).result(WAIT)
+        missing = observation(31)
+        del missing["is_last"]
+        for broken in (missing, {"x": np.zeros(3)}):
+            with pytest.raises(RemoteError):
+                bad.act(broken).result(WAIT)
+        assert good.act(observation(30)).result(WAIT)["reset"] == False  # noqa: E712

@@ -1,0 +1,166 @@
+"""How a parallel run ends: by steps, time, signals, and failures of roles."""
+
+import signal
+import time
+
+import pytest
+from parallel_testing import Program, Saved, metrics, small, wait_until
+
+# The command line with an agent, or an environment, of the test.
+SCRIPT = """
+import sys, threading
+from dreamerv3 import main, parallel
+from tiny_testing import CountingAgent, Task
+
+{body}
+
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+HANGING = """
+class Hanging(CountingAgent):
+    saves = 0
+
+    def save(self):
+        self.saves += 1
+        if self.saves > 1:
+            print("hanging", flush=True)
+            threading.Event().wait()
+        return super().save()
+
+parallel.make_agent = lambda config: Hanging()
+parallel.make_env = lambda config, index: Task(index)
+"""
+
+FAILING = """
+def fail(*args):
+    raise OSError("the disk is on fire")
+
+class Failing(CountingAgent):
+    {method} = fail
+
+parallel.make_env = lambda config, index: Task(index)
+parallel.make_agent = lambda config: Failing()
+"""
+
+
+def write_script(folder, body):
+    path = folder / "program.py"
+    path.write_text(SCRIPT.format(body=body))
+    return path
+
+
+def test_it_ends_after_the_duration(tmp_path):
+    begin = time.monotonic()
+    argv = small(tmp_path, "--run.duration", "5", steps=10**9)
+    with Program(*argv) as program:
+        assert program.wait() == 0, program.output()
+        assert f"are in {tmp_path}" in program.output()
+    assert time.monotonic() - begin >= 5
+    assert Saved(tmp_path).step >= 0
+
+
+@pytest.mark.parametrize("own_process", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_saves_and_ends_well(tmp_path, number, own_process):
+    argv = small(tmp_path, "--run.agent_process", own_process, steps=10**9)
+    with Program(*argv) as program:
+        program.wait_for_step(tmp_path, 100)
+        assert ("agent" in program.roles()) == own_process
+        children = program.children()
+        program.interrupt() if number == signal.SIGINT else program.terminate()
+        assert program.wait() == 0, program.output()
+        assert not [child for child in children if child.is_running()]
+        shown = program.output()
+    assert "Traceback" not in shown and "WARNING" not in shown
+    assert "Done." in shown
+    saved = Saved(tmp_path)
+    assert saved.step >= 100
+    assert metrics(tmp_path)["step"][-1] >= saved.step
+
+
+def test_the_second_interrupt_ends_it_at_once(tmp_path):
+    script = write_script(tmp_path, HANGING)
+    with Program(*small(tmp_path, steps=10**9), script=script) as program:
+        program.wait_for_step(tmp_path, 100)
+        program.interrupt()
+        program.wait_for("hanging")
+        children = program.children()
+        assert program.running and children
+        program.interrupt()
+        begin = time.monotonic()
+        assert program.wait() == 130, program.output()
+        assert time.monotonic() - begin < 8
+        assert not [child for child in children if child.is_running()]
+        assert "left at once, without saving" in program.output()
+    assert Saved(tmp_path).step == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "role"),
+    [
+        (FAILING.format(method="train"), "agent"),
+        (FAILING.format(method="policy"), "agent"),
+        (FAILING.format(method="load = None; __init__"), "agent"),
+        (FAILING.format(method="_") + "parallel.make_env = fail", "env"),
+        (FAILING.format(method="_") + "parallel.make_replay = fail", "replay"),
+        (FAILING.format(method="_") + "parallel.make_logger = fail", "logger"),
+    ],
+    ids=["train", "policy", "make_agent", "env", "replay", "logger"],
+)
+def test_a_failure_names_the_role_with_its_traceback(tmp_path, body, role):
+    script = write_script(tmp_path, body)
+    never = [f"--run.restarts.{name}" for name in ("env", "replay", "logger", "agent")]
+    never = [part for name in never for part in (name, "0")]
+    with Program(*small(tmp_path, *never), script=script) as program:
+        assert program.wait() == 1, program.output()
+        shown = program.output()
+    _, found, message = shown.partition("dreamerv3: Worker '")
+    assert found, shown
+    assert message.startswith(f"{role}-" if role == "env" else f"{role}' ")
+    assert f"of role '{role}' failed for good" in message
+    assert "OSError: the disk is on fire" in message
+    assert 'raise OSError("the disk is on fire")' in message or "in fail" in message
+    assert shown.count("Traceback") == 1, "of the role alone, not of the launcher"
+
+
+def test_a_failure_of_the_agent_process_is_told(tmp_path):
+    script = write_script(tmp_path, FAILING.format(method="train"))
+    argv = ["--run.agent_process", "True", "--run.restarts.agent", "0"]
+    with Program(*small(tmp_path, *argv), script=script) as program:
+        assert program.wait() == 1, program.output()
+        shown = program.output()
+    assert "Worker 'agent' of role 'agent' failed for good" in shown
+    assert "OSError: the disk is on fire" in shown
+
+
+def test_a_batch_that_would_never_be_full_is_refused(tmp_path):
+    logdir = tmp_path / "run"
+    with Program(*small(logdir, "--run.actor_batch", "3")) as program:
+        assert program.wait() == 2, program.output()
+        shown = program.output()
+    assert "actor_batch" in shown and "run.envs" in shown
+    assert "Traceback" not in shown
+    assert not logdir.exists()
+
+
+def test_a_task_that_does_not_exist_is_refused(tmp_path):
+    with Program(*small(tmp_path, "--task", "dummy_dics")) as program:
+        assert program.wait() == 2, program.output()
+        shown = program.output()
+    assert "disc?" in shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize("role", ["logger", "replay"])
+def test_a_role_that_somebody_ends_comes_back(tmp_path, role):
+    with Program(*small(tmp_path, steps=10**9)) as program:
+        program.wait_for_step(tmp_path, 100)
+        first = program.roles()[role]
+        first.terminate()
+        program.wait_for(f"Role {role} is restarted: it ended.")
+        wait_until(lambda: program.roles().get(role, first) != first, program=program)
+        lines = len(metrics(tmp_path)["step"])
+        wait_until(lambda: len(metrics(tmp_path)["step"]) > lines + 20, program=program)
+        assert program.running, program.output()
+        program.interrupt()
+        assert program.wait() == 0, program.output()

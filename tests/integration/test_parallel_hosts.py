@@ -1,0 +1,139 @@
+"""Two hosts, as network namespaces with a cable between them, and keys."""
+
+import contextlib
+import itertools
+import os
+import subprocess
+
+import pytest
+from parallel_testing import Program, Saved, small
+
+from embodied.rpc import Keys
+
+NUMBERS = itertools.count()
+
+
+class Hosts:
+    """Two namespaces: 'train' with `address`, and 'env'.
+
+    Each of them has a loopback interface and one end of a virtual cable, and reaches
+    nothing else.
+    """
+
+    def __init__(self):
+        number = f"{os.getpid() % 100000}{next(NUMBERS)}"
+        self.address = "10.213.7.1"
+        self._names = {"train": f"dt{number}", "env": f"de{number}"}
+        self._cable = (f"vt{number}", f"ve{number}")
+
+    def __enter__(self):
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error):
+        for name in self._names.values():  # The cable goes with its ends.
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+    def prefix(self, host):
+        """What to put before a command to run it on a host."""
+        return ["ip", "netns", "exec", self._names[host]]
+
+    def _make(self):
+        for name in self._names.values():
+            ip("netns", "add", name)
+        near, far = self._cable
+        train, env = self._names["train"], self._names["env"]
+        ip(
+            "link",
+            "add",
+            near,
+            "netns",
+            train,
+            "type",
+            "veth",
+            "peer",
+            far,
+            "netns",
+            env,
+        )
+        for host, end, address in (
+            (train, near, self.address),
+            (env, far, "10.213.7.2"),
+        ):
+            ip("-n", host, "addr", "add", f"{address}/24", "dev", end)
+            ip("-n", host, "link", "set", end, "up")
+            ip("-n", host, "link", "set", "lo", "up")
+
+
+def ip(*arguments):
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def hosts():
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(Hosts())
+        except OSError as error:
+            pytest.skip(f"Network namespaces cannot be made here: {error}")
+        yield made
+
+
+def commands(hosts, folder, train_keys, env_keys):
+    """The programs of the two hosts."""
+    addresses = ["--run.actor_addr", f"{hosts.address}:7001"]
+    train = small(
+        folder / "run",
+        *(*addresses, "--run.remote_envs", "True", "--run.keyfile", str(train_keys)),
+        steps=10**9,
+    )
+    env = small(
+        folder / "unused",
+        *(*addresses, "--run.keyfile", str(env_keys)),
+        script="parallel_envs",
+    )
+    return (
+        Program(*train, prefix=hosts.prefix("train")),
+        Program(*env, prefix=hosts.prefix("env")),
+    )
+
+
+def test_environments_of_another_host(hosts, tmp_path):
+    Keys.generate().save(tmp_path / "keys.json")
+    pair = commands(hosts, tmp_path, tmp_path / "keys.json", tmp_path / "keys.json")
+    with pair[0] as train, pair[1] as env:
+        train.wait_for_envs(tmp_path / "run", 3)
+        train.interrupt()
+        assert train.wait() == 0, f"{train.output()}\n{env.output()}"
+        assert env.wait() == 0, env.output()
+        assert "Traceback" not in train.output() + env.output()
+    assert Saved(tmp_path / "run").step > 0
+
+
+def test_a_host_with_another_key_is_refused(hosts, tmp_path):
+    for name in ("right.json", "wrong.json"):
+        Keys.generate().save(tmp_path / name)
+    pair = commands(hosts, tmp_path, tmp_path / "right.json", tmp_path / "wrong.json")
+    with pair[0] as train, pair[1] as env:
+        assert env.wait() == 1, env.output()
+        shown = env.output()
+        assert f"no connection to {hosts.address}:7001" in shown
+        assert "Use the key file of the run (--run.keyfile FILE)" in shown
+        assert "Traceback" not in shown
+        assert train.running, train.output()
+        train.interrupt()
+        assert train.wait() == 0, train.output()
+
+
+def test_another_interface_needs_a_key_file(hosts, tmp_path):
+    argv = small(tmp_path, "--run.actor_addr", f"{hosts.address}:7001")
+    with Program(*argv, prefix=hosts.prefix("train")) as train:
+        code, shown = train.wait(), train.output()
+    assert code in (1, 2), shown
+    assert "key" in shown and "run.keyfile" in shown

@@ -1,0 +1,84 @@
+"""Actor and learner as threads of a user's program, joined by a barrier."""
+
+import pytest
+from parallel_testing import Program, Saved, metrics, small
+
+from embodied.rpc import Keys, free_port
+
+# Roles that share an agent, as threads of whatever kind; the others are processes.
+SCRIPT = """
+import sys, threading
+import portal
+import embodied
+from embodied.rpc import Process, stop
+from embodied.run.parallel import *
+from tiny_testing import Parts
+
+parts = Parts(sys.argv[1:])
+agent, barrier, args = parts.make_agent(), threading.Barrier(2), parts.args
+{setup}
+processes = [
+    Process(parallel_logger, parts.make_logger, args),
+    Process(parallel_replay, parts.make_replay, parts.make_replay_eval,
+            parts.make_stream, args),
+    Process(parallel_env, parts.make_env, 0, args),
+    Process(parallel_env, parts.make_env, 1, args),
+    Process(parallel_env, parts.make_env_eval, 2, args, True),
+]
+for process in processes:
+    process.start()
+try:
+    thread = {thread}
+    thread.start()
+    parallel_learner(agent, barrier, args)
+    thread.join()
+    print("updates", agent.updates)
+finally:
+    stop(processes, 10)
+"""
+
+KINDS = {
+    "portal": "portal.Thread(parallel_actor, agent, barrier, args)",
+    "threading": "threading.Thread(target=parallel_actor, args=(agent, barrier, args))",
+}
+
+
+@pytest.fixture
+def flags(tmp_path):
+    Keys.generate().save(tmp_path / "keys.json")
+    flags = ["--run.keyfile", tmp_path / "keys.json"]
+    for role in ("actor", "replay", "logger"):
+        flags += [f"--run.{role}_addr", f"localhost:{free_port()}"]
+    return list(map(str, flags))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_of_a_program(tmp_path, flags, kind):
+    script, logdir = tmp_path / "program.py", tmp_path / "run"
+    script.write_text(SCRIPT.format(thread=KINDS[kind], setup=""))
+    with Program(*small(logdir, *flags), script=script) as program:
+        assert program.wait() == 0, program.output()
+        shown = program.output()
+    assert "Traceback" not in shown
+    saved = Saved(logdir)
+    assert saved.step >= 300
+    assert f"updates {saved['agent']['updates']}\n" in shown
+    assert set(metrics(logdir)["eval_episode/score"]) == {15.0}
+
+
+def test_the_actor_fails_at_once_with_the_learners_error(tmp_path, flags):
+    setup = """
+def fail(*args):
+    raise ValueError("cannot be restored")
+agent.load = fail
+args = args.update(from_checkpoint=args.logdir)
+"""
+    script, logdir = tmp_path / "program.py", tmp_path / "run"
+    with Program(*small(logdir, steps=50)) as program:
+        assert program.wait() == 0, program.output()
+    script.write_text(SCRIPT.format(thread=KINDS["threading"], setup=setup))
+    with Program(*small(logdir, *flags, steps=10**9), script=script) as program:
+        assert program.wait() == 1, program.output()
+        shown = program.output()
+    assert "The actor ends because the learner failed" in shown
+    assert shown.count("cannot be restored") >= 2

@@ -1,0 +1,155 @@
+"""Roles in other places: own processes, own commands, several hosts of environments."""
+
+import contextlib
+
+import pytest
+from parallel_testing import Program, Saved, metrics, small, wait_until
+
+from embodied.rpc import Keys, free_port
+
+
+@pytest.fixture
+def addresses(tmp_path):
+    """Flags that all commands of a run share: explicit addresses and a key file."""
+    Keys.generate().save(tmp_path / "keys.json")
+    flags = ["--run.keyfile", tmp_path / "keys.json"]
+    for role in ("actor", "replay", "logger"):
+        flags += [f"--run.{role}_addr", f"localhost:{free_port()}"]
+    return list(map(str, flags))
+
+
+@contextlib.contextmanager
+def started(*commands):
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(Program(*command)) for command in commands]
+
+
+def check_run(logdir, steps=300):
+    assert Saved(logdir).step >= steps
+    found = metrics(logdir)
+    assert "episode/score" in found and "fps/train" in found
+
+
+@pytest.mark.parametrize(
+    ("flags", "roles"),
+    [
+        (
+            ["--run.envs_per_worker", "3", "--run.envs", "4", "--run.eval_envs", "2"],
+            {"logger", "replay", "env-0-2", "env-3", "env-4-5"},
+        ),
+        (
+            ["--run.agent_process", "True"],
+            {"logger", "replay", "agent", "env-0", "env-1", "env-2"},
+        ),
+        (
+            ["--run.transport", "portal", "--run.actor_threads", "2"],
+            {"logger", "replay", "env-0", "env-1", "env-2"},
+        ),
+    ],
+    ids=["envs_per_worker", "agent_process", "portal"],
+)
+def test_one_command_runs(tmp_path, flags, roles):
+    with Program(*small(tmp_path, *flags)) as program:
+        seen = set()
+        wait_until(
+            lambda: seen.update(program.roles()) or not program.running, program=program
+        )
+        assert program.wait() == 0, program.output()
+        assert "Traceback" not in program.output()
+    assert seen == roles
+    check_run(tmp_path)
+
+
+def test_portal_continues_a_run(tmp_path):
+    for steps in (150, 300):
+        argv = small(tmp_path, "--run.transport", "portal", steps=steps)
+        with Program(*argv) as program:
+            assert program.wait() == 0, program.output()
+            shown = program.output()
+    assert "Continuing at step 1" in shown and "WARNING: A checkpoint" not in shown
+    assert Saved(tmp_path).step >= 300
+
+
+def test_environments_of_two_hosts(tmp_path, addresses):
+    logdir = tmp_path / "run"
+    flags = ["--run.remote_envs", "True", "--run.envs", "4"]
+    main = small(logdir, *addresses, *flags, steps=10**9)
+    hosts = [
+        small(tmp_path / "host", *addresses, *flags, script="parallel_envs")
+        for flags in (
+            ("--run.envs", "2", "--run.eval_envs", "0"),
+            ("--run.envs", "2", "--run.eval_envs", "1", "--run.env_offset", "2"),
+        )
+    ]
+    with started(main, *hosts) as (trainer, first, second):
+        trainer.wait_for_envs(logdir, 5)
+        assert set(first.roles()) == {"env-0", "env-1"}
+        assert set(second.roles()) == {"env-2", "env-3", "env-4"}
+        trainer.interrupt()
+        assert trainer.wait() == 0, trainer.output()
+        for host in (first, second):
+            assert host.wait() == 0, host.output()
+        assert "env workers elsewhere" in trainer.output()
+    assert Saved(logdir).step > 0
+    assert not (tmp_path / "host" / "config.yaml").exists()
+
+
+def test_the_replay_of_another_command(tmp_path, addresses):
+    main = small(tmp_path, *addresses, "--run.remote_replay", "True")
+    replay = small(tmp_path, *addresses, script="parallel_replay")
+    with started(main, replay) as (trainer, other):
+        assert trainer.wait() == 0, trainer.output()
+        assert "replay elsewhere" in trainer.output()
+        assert "replay" not in trainer.roles()
+        assert other.running
+        other.interrupt()
+        assert other.wait() == 0, other.output()
+    check_run(tmp_path)
+
+
+def test_every_role_as_a_command_of_its_own(tmp_path, addresses):
+    logdir = tmp_path / "run"
+
+    def command(script, *flags):
+        return small(logdir, *addresses, *flags, script=script)
+
+    # Whoever starts first waits for those that come later, and says for whom.
+    with started(command("parallel_env", "--replica", "2")) as (env,):
+        env.wait_for("env-2 waits for the actor at ")
+        with started(command("parallel_agent")) as (agent,):
+            agent.wait_for("The learner waits for the replay at ")
+            with started(
+                command("parallel_replay"),
+                command("parallel_logger"),
+                command("parallel_envs", "--run.eval_envs", "0"),
+            ) as (replay, logger, envs):
+                for program in (agent, env, envs):
+                    assert program.wait() == 0, program.output()
+                for program in (replay, logger):
+                    assert program.running, program.output()
+                    program.terminate()
+                    assert program.wait() == 0, program.output()
+                for program in (agent, env, envs, replay, logger):
+                    assert "Traceback" not in program.output()
+    check_run(logdir)
+
+
+@pytest.mark.parametrize(
+    ("script", "missing"),
+    [
+        ("parallel_agent", ["actor_addr", "replay_addr", "logger_addr"]),
+        ("parallel_replay", ["replay_addr"]),
+        ("parallel_logger", ["logger_addr"]),
+        ("parallel_env", ["actor_addr"]),
+        ("parallel_envs", ["actor_addr"]),
+    ],
+)
+def test_a_role_of_its_own_needs_addresses(tmp_path, script, missing):
+    logdir = tmp_path / "run"
+    with Program(*small(logdir, script=script)) as program:
+        assert program.wait() == 2, program.output()
+        shown = program.output()
+    for name in missing:
+        assert f"--run.{name} HOST:PORT" in shown or f"run.{name}: expected" in shown
+    assert "{auto}" in shown and "Traceback" not in shown
+    assert not logdir.exists()

@@ -1,0 +1,42 @@
+"""The example of an environment of one's own runs, and trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "custom_env.py"
+TINY = [
+    *("--configs", "debug", "--run.steps", "100", "--run.report_every", "0"),
+    *("--batch_size", "4", "--agent.imag_length", "3", "--logger.outputs", "jsonl"),
+]
+
+
+@pytest.mark.timeout(400)  # Most of it for the first compilation.
+def test_example_trains(tmp_path):
+    result = subprocess.run(
+        [sys.executable, EXAMPLE, "--logdir", tmp_path / "run", *TINY],
+        capture_output=True,
+        text=True,
+        timeout=390,
+        cwd=tmp_path,
+        # Quick to compile, slow to run, of which there is little.
+        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "environments of custom_env:Lights" in result.stdout
+    assert "100 steps and 21 updates" in result.stdout
+    metrics = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert any("train/loss/policy" in line for line in metrics)
+
+
+def test_example_is_short():
+    assert len(EXAMPLE.read_text().splitlines()) < 60
