@@ -181,6 +181,8 @@ def make_logger(config: elements.Config) -> loggers.Logger:
                 settings.filter,
                 config.task,
                 total_steps=config.run.steps * repeat,
+                # Roles print beside each other, which a live display cannot know.
+                live=False if config.script.startswith("parallel") else None,
             )
         ],
         "scope": [

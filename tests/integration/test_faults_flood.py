@@ -49,7 +49,7 @@ def flood(ports, stop, count):
     ("seconds", "count"), [(4, 100), pytest.param(60, 300, marks=pytest.mark.slow)]
 )
 def test_a_run_goes_on_with_strangers_at_its_ports(tmp_path, seconds, count):
-    with Run(tmp_path) as run:
+    with Run(tmp_path, "--run.save_every", "10") as run:
         run.goes_on()
         ports = run.addresses()
         assert len(set(ports)) == 3
