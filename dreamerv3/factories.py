@@ -40,13 +40,19 @@ def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
     return wrappers.wrap(env)
 
 
-def make_agent(config: elements.Config) -> Agent:
+def make_agent(
+    config: elements.Config, spaces: tuple[Spaces, Spaces] | None = None
+) -> Agent:
     """Makes the agent for the spaces of the task.
+
+    Args:
+      config: the whole configuration.
+      spaces: of observations and actions, if `make_spaces` was called before.
 
     Raises:
       ConfigError: the agent cannot work with these spaces, settings or devices.
     """
-    obs_space, act_space = make_spaces(config)
+    obs_space, act_space = spaces or make_spaces(config)
     if config.random_agent:
         from embodied.random_agent import RandomAgent
 

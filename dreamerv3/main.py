@@ -31,7 +31,7 @@ from dreamerv3.factories import (
     make_replay,
     make_stream,
 )
-from dreamerv3.messages import show_messages, summary
+from dreamerv3.messages import summary
 from embodied import logger as loggers
 from embodied.base import Agent
 from embodied.envs import registry
@@ -80,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(script: Callable[[elements.Config], None], config: elements.Config) -> int:
     from embodied.checkpoint import CheckpointError
+    from embodied.run.messages import show_messages
 
     try:
         with show_messages():

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
+import json
+import pathlib
 from typing import TYPE_CHECKING
 
 import elements
 
+LAST = 100  # Episodes whose mean score is told.
+
 if TYPE_CHECKING:
     from dreamerv3.rollout import Result as RolloutResult
     from embodied.run import Result as TrainResult
-
-
-class _Printer(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        # Through `print`, since a live display redirects it to above itself.
-        kind = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
-        print(f"{kind}{record.getMessage()}", flush=True)
-
-
-@contextlib.contextmanager
-def show_messages() -> Iterator[None]:
-    """Prints what the framework logs, from notes on, within the body."""
-    log = logging.getLogger("embodied")
-    printer, level = _Printer(), log.level
-    log.addHandler(printer)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        log.removeHandler(printer)
 
 
 def summary(config: elements.Config, result: RolloutResult | TrainResult) -> str:
@@ -43,10 +23,31 @@ def summary(config: elements.Config, result: RolloutResult | TrainResult) -> str
     trained = "" if updates is None else f" and {updates} updates"
     step = getattr(result, "step", result.steps)  # It counts earlier calls too.
     total = "" if step == result.steps else f", now at step {step}"
+    line = (
+        f"{result.steps} steps{trained} in {result.seconds:.1f} s "
+        f"({rate:.0f} steps/s), {result.episodes} episodes{score}{total}."
+    )
+    return "\n".join([line, *files(config, updates is not None)])
+
+
+def parallel_summary(config: elements.Config, seconds: float) -> str:
+    """Says what a parallel run has done, and what lies where in the logdir."""
+    line = f"Done in {seconds:.0f} s"
+    path = pathlib.Path(config.logdir, "scores.jsonl")
+    if path.exists():
+        rows = [json.loads(row) for row in path.read_text().splitlines()]
+        scores = [row["episode/score"] for row in rows if "episode/score" in row]
+        if scores:
+            newest = scores[-LAST:]
+            mean = sum(newest) / len(newest)
+            line += f", mean score of the last {len(newest)} episodes {mean:.3g}"
+    return "\n".join([f"{line}.", *files(config, trained=True)])
+
+
+def files(config: elements.Config, trained: bool) -> list[str]:
+    """Says what lies where in the logdir."""
     logdir, outputs = config.logdir, config.logger.outputs
     lines = [
-        f"{result.steps} steps{trained} in {result.seconds:.1f} s "
-        f"({rate:.0f} steps/s), {result.episodes} episodes{score}{total}.",
         f"Written to {logdir}:",
         "  config.yaml     the configuration",
     ]
@@ -59,8 +60,8 @@ def summary(config: elements.Config, result: RolloutResult | TrainResult) -> str
         )
     if "scope" in outputs:
         lines.append("  scope           metrics and videos for Scope")
-    if updates is not None:
+    if trained:
         lines.append("  ckpt, replay    the checkpoint: the same command continues")
         play = f"--script eval_only --logdir {logdir}"
         lines.append(f"  ckpt            the policy, which {play} plays")
-    return "\n".join(lines)
+    return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +17,10 @@ from dreamerv3.factories import (
     make_env,
     make_logger,
     make_replay,
+    make_spaces,
     make_stream,
 )
+from dreamerv3.messages import parallel_summary
 from embodied.checkpoint import CheckpointError
 from embodied.envs import registry
 
@@ -65,14 +68,17 @@ def run_parallel(config: elements.Config) -> None:
     """Trains with all roles, on this machine unless some run elsewhere."""
     from embodied.run import parallel
 
+    # First, since a task that cannot be made should not claim the logdir.
+    spaces = make_spaces(config)
     prepare_logdir(config)
+    begin = time.monotonic()
     print(
         f"Training in {config.run.envs} environments of {config.task} "
         f"(Ctrl-C saves and stops) ...",
         flush=True,
     )
     parallel.combined(
-        functools.partial(make_agent, config),
+        functools.partial(make_agent, config, spaces),
         functools.partial(make_replay, config, "replay"),
         functools.partial(make_replay, config, "replay_eval", "eval"),
         functools.partial(make_env, config),
@@ -81,15 +87,17 @@ def run_parallel(config: elements.Config) -> None:
         functools.partial(make_logger, config),
         make_args(config),
     )
-    print(f"Done. Metrics, checkpoint and replay are in {config.logdir}.")
+    print(parallel_summary(config, time.monotonic() - begin))
 
 
 def run_agent(config: elements.Config) -> None:
     """Runs actor and learner; the other roles run elsewhere."""
     from embodied.run import parallel
 
+    spaces = make_spaces(config)
     prepare_logdir(config)
-    parallel.parallel_agent(functools.partial(make_agent, config), make_args(config))
+    make = functools.partial(make_agent, config, spaces)
+    parallel.parallel_agent(make, make_args(config))
 
 
 def run_replay(config: elements.Config) -> None:

@@ -240,9 +240,10 @@ class Server:
         while not self._closing.is_set():
             now = time.monotonic()
             if now >= expire_at:
-                self.sessions.expire()
-                if self._lanes:
-                    self._lanes.expire()
+                # If it is late, it was stopped itself, and has yet to hear what its
+                # clients have said meanwhile.
+                if now < expire_at + HEARTBEAT:
+                    self._expire()
                 expire_at = now + HEARTBEAT
             due = self._due()
             if len(self.sessions):
@@ -253,6 +254,11 @@ class Server:
             if others:
                 self._handle_socket(others)
             self._after_receive()
+
+    def _expire(self) -> None:
+        self.sessions.expire()
+        if self._lanes:
+            self._lanes.expire()
 
     def _handle_socket(self, ready: list[int]) -> None:
         if self._gate and self._gate.fileno in ready:

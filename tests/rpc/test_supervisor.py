@@ -614,7 +614,7 @@ class TestHangs:
             return reporter(progress, "wait")()
 
         supervisor = Supervisor()
-        policy = Policy(restarts=1, backoff=0.01, hang=0.5, startup=0.1)
+        policy = Policy(restarts=1, backoff=0.01, hang=0.5, startup=10.0)
         supervisor.add("env-0", "env", make_worker, policy, progress)
         with pytest.raises(RunFailed, match="has reported nothing in"):
             with running(supervisor) as thread:

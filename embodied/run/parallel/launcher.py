@@ -102,7 +102,6 @@ def combined(
             except RunFailed as error:
                 _write_error(args, error)
                 raise
-        _raise_late(supervisor, done)
 
 
 def prepare(args: Any) -> Any:
@@ -238,12 +237,3 @@ def _tell_restart(args: Any, name: str, error: WorkerError | None) -> None:
 def _write_error(args: Any, error: WorkerError) -> None:
     if args.get("errfile", False):
         write_file(Path(args.logdir), f"error-{error.name}.txt", str(error).encode())
-
-
-def _raise_late(supervisor: Supervisor, done: threading.Event) -> None:
-    """Raises the agent's error if it failed while everything was being stopped."""
-    for status in supervisor.status():
-        if status.role == "agent" and status.error is not None and not done.is_set():
-            raise RunFailed(
-                status.name, status.error.reason, status.error.traceback, "agent"
-            )

@@ -226,7 +226,8 @@ def _train(
                 learner.report("eval", over.opened)
         if should_log():
             learner.log()
-        if should_save():
+        # One that is still being written when the next is due stands for both.
+        if should_save() and (args.save_every < 0 or clock or not conductor.busy):
             conductor.save(learner.updates)
     if ending.broken:
         return  # What the other side has left is not known: the last save stands.

@@ -204,6 +204,11 @@ class Conductor:
             self._write, name, tag, data, parts, int(starts)
         )
 
+    @property
+    def busy(self) -> bool:
+        """Whether the last save is still being written."""
+        return self._running is not None and not self._running.done()
+
     def wait(self) -> bool:
         """Waits until the last save is written; returns whether it succeeded."""
         if self._running is None:
