@@ -19,11 +19,12 @@ PIXELS = 8  # Per cell, so that the image is 48 x 48, the smallest that agents t
 MIN_DISTANCE = 3  # In moves, from the start to the goal.
 MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))  # Stay, up, down, left, right.
 
-_FLOOR = (40, 40, 48)
-_LINE = (24, 24, 30)
-_AGENT = (240, 240, 240)
-_GOAL = (60, 200, 80)
-_TRAP = (210, 60, 60)
+# Cells that matter are bright, so that they matter to a squared error, too.
+_FLOOR = (32, 32, 40)
+_LINE = (16, 16, 24)
+_AGENT = (255, 255, 255)
+_GOAL = (0, 255, 64)
+_TRAP = (255, 0, 64)
 
 
 class Grid(Env):
@@ -51,7 +52,6 @@ class Grid(Env):
         self._length = length
         self._rng = np.random.default_rng(seed)
         self._floor = _render_floor()
-        self._tile = {color: _render_tile(color) for color in (_AGENT, _GOAL, _TRAP)}
         self._arena = self._floor
         self._agent = (0, 0)
         self._goal = (0, 0)
@@ -128,20 +128,15 @@ class Grid(Env):
         self, image: np.ndarray, cell: tuple[int, int], color: tuple[int, int, int]
     ) -> None:
         row, column = cell[0] * PIXELS, cell[1] * PIXELS
-        image[row : row + PIXELS, column : column + PIXELS] = self._tile[color]
+        image[row : row + PIXELS, column : column + PIXELS] = color
 
 
 def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
     return abs(one[0] - other[0]) + abs(one[1] - other[1])
 
 
-def _render_tile(color: tuple[int, int, int]) -> np.ndarray:
-    """Returns one cell, [PIXELS, PIXELS, 3] uint8, with a line around it."""
-    tile = np.full((PIXELS, PIXELS, 3), _LINE, np.uint8)
-    tile[1:-1, 1:-1] = color
-    return tile
-
-
 def _render_floor() -> np.ndarray:
     """Returns the empty arena, [CELLS * PIXELS, CELLS * PIXELS, 3] uint8."""
-    return np.tile(_render_tile(_FLOOR), (CELLS, CELLS, 1))
+    tile = np.full((PIXELS, PIXELS, 3), _LINE, np.uint8)
+    tile[1:-1, 1:-1] = _FLOOR  # With a line around it.
+    return np.tile(tile, (CELLS, CELLS, 1))

@@ -141,7 +141,6 @@ def test_outputs_are_float32_in_any_compute_dtype():
     assert {x.dtype for x in outputs.values()} == {jnp.dtype("float32")}
 
 
-
 def test_blocks_must_divide_the_channels():
     with pytest.raises(ValueError, match=r"bspace expected a divisor.* got 16"):
         decoder({"image": Space(np.uint8, (48, 48, 1))}, bspace=16)

@@ -12,7 +12,7 @@ from embodied.envs.grid import CELLS, MOVES, PIXELS, Grid
 from embodied.wrappers import wrap
 
 RESET = {"reset": True}
-AGENT, GOAL, TRAP = (240, 240, 240), (60, 200, 80), (210, 60, 60)
+AGENT, GOAL, TRAP = (255, 255, 255), (0, 255, 64), (255, 0, 64)
 
 
 def find(image, color):
