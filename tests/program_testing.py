@@ -45,8 +45,9 @@ def run_programs(code: str, each: list[tuple[str, ...]], **environ: str) -> list
 
     All must succeed; none is left running.
     """
-    environment = {key: os.environ[key] for key in os.environ if key != "XLA_FLAGS"}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    # Without what JAX was told in this process.
+    told = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "JAX_COMPILATION_CACHE_DIR")
+    environment = {key: os.environ[key] for key in os.environ if key not in told}
     environment["PYTHONPATH"] = os.pathsep.join(str(TESTS / name) for name in FOLDERS)
     with contextlib.ExitStack() as stack:
         programs = []

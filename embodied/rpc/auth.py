@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -59,7 +60,8 @@ class Keys:
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        # Another one in every thread that does the same at the same time.
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "w") as file:

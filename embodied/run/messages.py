@@ -21,7 +21,7 @@ def show_messages() -> Iterator[None]:
     Does nothing where something shows messages already.
     """
     log = logging.getLogger("embodied")
-    if log.handlers or logging.getLogger().handlers:
+    if any(isinstance(handler, _Printer) for handler in log.handlers):
         yield
         return
     printer, level = _Printer(), log.level

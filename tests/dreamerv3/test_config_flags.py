@@ -130,6 +130,10 @@ class TestConfig:
             "consec_train",
             "consec_report",
             "replay_context",
+            "errfile",
+            "ipv6",
+            "clock_addr",
+            "clock_port",
         }
         assert set(config.run) <= set(args)
         assert (args.envs, args.batch_size) == (3, 5)

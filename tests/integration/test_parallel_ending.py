@@ -28,7 +28,7 @@ class Hanging(CountingAgent):
             threading.Event().wait()
         return super().save()
 
-parallel.make_agent = lambda config: Hanging()
+parallel.make_agent = lambda config, spaces: Hanging()
 parallel.make_env = lambda config, index: Task(index)
 """
 
@@ -40,7 +40,7 @@ class Failing(CountingAgent):
     {method} = fail
 
 parallel.make_env = lambda config, index: Task(index)
-parallel.make_agent = lambda config: Failing()
+parallel.make_agent = lambda config, spaces: Failing()
 """
 
 
@@ -55,7 +55,7 @@ def test_it_ends_after_the_duration(tmp_path):
     argv = small(tmp_path, "--run.duration", "5", steps=10**9)
     with Program(*argv) as program:
         assert program.wait() == 0, program.output()
-        assert f"are in {tmp_path}" in program.output()
+        assert f"Written to {tmp_path}:" in program.output()
     assert time.monotonic() - begin >= 5
     assert Saved(tmp_path).step >= 0
 
@@ -73,7 +73,7 @@ def test_one_signal_saves_and_ends_well(tmp_path, number, own_process):
         assert not [child for child in children if child.is_running()]
         shown = program.output()
     assert "Traceback" not in shown and "WARNING" not in shown
-    assert "Done." in shown
+    assert "Done in " in shown
     saved = Saved(tmp_path)
     assert saved.step >= 100
     assert metrics(tmp_path)["step"][-1] >= saved.step

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import stat
+import threading
 import time
 
 import pytest
@@ -68,6 +70,23 @@ def test_the_secret_is_not_printed():
     keys = Keys.generate()
     assert keys.server_secret not in repr(keys)
     assert keys.client_secret not in repr(keys)
+
+
+def test_threads_that_need_default_keys_at_the_same_time_get_the_same(
+    tmp_path, monkeypatch
+):
+    threads = 16
+    for index in range(20):
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / str(index)))
+        barrier = threading.Barrier(threads)
+
+        def make(barrier=barrier):
+            barrier.wait()
+            return Keys.default()
+
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            found = [pool.submit(make) for _ in range(threads)]
+            assert len({future.result(60) for future in found}) == 1
 
 
 def test_default_keys_are_made_once(tmp_path, monkeypatch):

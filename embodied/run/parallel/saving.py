@@ -24,6 +24,7 @@ from embodied.run.saving import AGENT, FOLDER, load_agent
 SAVE_SECONDS = 900.0  # For a role to write its part.
 DISCARD_SECONDS = 10.0
 _COUNT_BYTES = 8
+NOT_SAVED = "A checkpoint could not be saved, training goes on. %s"
 NO_TAG = "-"  # In place of a tag, if there can be no save.
 
 logger = logging.getLogger("embodied.run")
@@ -237,7 +238,7 @@ class Conductor:
         try:
             own = self._write_parts(tag, data, parts)
         except Exception as error:  # Nothing that is there already is lost by it.
-            logger.warning("A part of a checkpoint could not be saved. %s", error)
+            logger.warning(NOT_SAVED, error)
         saved = ""
         every = self._replicas.gather(name, own)
         if self._replicas.first and all(every):
@@ -245,10 +246,11 @@ class Conductor:
                 self._commit(tag, every, starts)
                 saved = tag
             except Exception as error:
-                logger.warning("A checkpoint could not be committed. %s", error)
+                logger.warning(NOT_SAVED, error)
         if self._replicas.gather(f"{name} done", saved)[0]:
             return True
-        logger.warning("Training goes on without that checkpoint.")
+        if not self._replicas.alone:
+            logger.warning(NOT_SAVED, "Another replica may say why.")
         self._take_back(tag)
         return False
 

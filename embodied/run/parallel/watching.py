@@ -75,6 +75,13 @@ def telling_usage(supervisor: Supervisor, args: Any) -> Iterator[None]:
 
 
 def _tell(supervisor: Supervisor, args: Any, stop: threading.Event) -> None:
+    try:
+        _tell_until(supervisor, args, stop)
+    except ConnectionError as error:  # The run does not depend on it.
+        logger.warning("The use of env workers is not logged any more: %s", error)
+
+
+def _tell_until(supervisor: Supervisor, args: Any, stop: threading.Event) -> None:
     usage = EnvUsage(supervisor)
     results = wiring.Results(
         lambda _, error: logger.warning("The logger took no usage: %s", error)
