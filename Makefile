@@ -22,7 +22,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $(INSTALLED)
 
-demo: $(INSTALLED) ## Learn a small task from images, in minutes on a CPU
+demo: $(INSTALLED) ## Learn to balance a pole, in minutes on a CPU, and draw the curve
 	@$(BIN)/python -m dreamerv3.main --configs demo --logdir $(LOGDIR)
 	@$(BIN)/python -m benchmarks.plot $(LOGDIR) --out $(LOGDIR)/scores.png
 

@@ -59,6 +59,7 @@ class Block:
         "_arrays",
         "_free",
         "_head",
+        "_held",
         "_rows",
         "_spec",
         "_tail",
@@ -69,9 +70,10 @@ class Block:
         "size",
     )
 
-    def __init__(self, number: int, size: int, free: deque[Block]):
+    def __init__(self, number: int, size: int, free: deque[Block], held: set[Block]):
         self.size = size
         self._free = free  # Where unused blocks of this size wait.
+        self._held = held  # Blocks that nobody but their readers know.
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         self.fileno = os.memfd_create(NAME, flags)
         try:
@@ -104,8 +106,14 @@ class Block:
         # NumPy arrays keep the ctypes object alive through all views and slices, so
         # its end is the moment at which nobody can read the block any more.
         owner = (ctypes.c_ubyte * self.size).from_buffer(self.pages)
-        self.lease = weakref.ref(owner, lambda _: self.free())
+        # Held, else the garbage collector finds a block that only its lease refers to.
+        self._held.add(self)
+        self.lease = weakref.ref(owner, self._end_lease)
         return owner
+
+    def _end_lease(self, _: Any) -> None:
+        self._held.discard(self)
+        self.free()
 
     def fill(self, spec: wire.Spec, arrays: list[np.ndarray], rows: int) -> None:
         """Copies the arguments of a call to where they belong."""
@@ -139,6 +147,7 @@ class Arena:
         self._total = 0
         self._count = 0
         self._free: dict[int, deque[Block]] = {}
+        self._held: set[Block] = set()
         self._lock = threading.Lock()
 
     def allocate(self, size: int) -> Block | None:
@@ -154,7 +163,7 @@ class Arena:
                 return None
             free = self._free.setdefault(size, deque())
             try:
-                block = Block(self._count, size, free)
+                block = Block(self._count, size, free, self._held)
             except OSError:
                 return None
             self._count += 1

@@ -1,0 +1,37 @@
+"""Blocks of shared memory are used again, whenever their readers are done."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from embodied.rpc import memory
+
+pytestmark = pytest.mark.skipif(not memory.AVAILABLE, reason="there is no memfd here")
+
+
+def test_a_block_with_readers_outlives_the_garbage_collector():
+    arena = memory.Arena()
+    block = arena.allocate(8192)
+    place = block.place
+    array = np.frombuffer(block.leased(), np.uint8)
+    del block
+    gc.collect()
+    other = arena.allocate(8192)
+    assert other.place != place
+    array[:] = 7  # Still there.
+    del array
+    gc.collect()
+    assert arena.allocate(8192).place == place
+
+
+def test_blocks_that_are_free_are_used_again():
+    arena = memory.Arena()
+    places = set()
+    for _ in range(100):
+        block = arena.allocate(8192)
+        places.add(block.place)
+        view = np.frombuffer(block.leased(), np.uint8)[:10]
+        del block, view
+        gc.collect()
+    assert len(places) == 1
