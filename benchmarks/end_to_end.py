@@ -50,10 +50,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--task", default="dummy_disc", help="of the environments")
     parser.add_argument("--envs", type=int, default=16, help="training environments")
     parser.add_argument("--per-worker", type=int, default=1, help="envs of a worker")
-    parser.add_argument("--ratio", type=float, default=32.0, help="train ratio")
+    parser.add_argument(
+        "--ratio",
+        type=float,
+        default=None,
+        help="train ratio; default: 32 for duty, else 1, so that collecting counts",
+    )
     parser.add_argument("--seconds", type=float, default=0.0, help="length of a run")
     parser.add_argument("--flags", default="", help="further flags of the run")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.ratio is None:
+        options.ratio = 32.0 if options.duty else 1.0
+    return options
 
 
 def measure_random(options: argparse.Namespace) -> dict[str, Any]:
