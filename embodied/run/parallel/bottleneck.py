@@ -10,10 +10,8 @@ STREAM_WAITS = "timer/learner/stream_wait"
 LIMITED = "timer/replay/limited"
 SAMPLING = "timer/replay/sample"
 POLICY = "timer/actor/policy"
-HELD_BACK = "timer/actor/held_back"
 
 SMALL = 0.1  # Of the time: not what holds anything back.
-ROLES = ("learner", "transfer", "replay", "actor", "env")
 
 
 def find_bottleneck(shares: Mapping[str, float], threads: int = 1) -> str:

@@ -136,11 +136,6 @@ class Slots:
                 self._table.reset(gone)
                 self._free.extend(gone)
 
-    def first(self) -> int | None:
-        """Returns the lowest id of an env."""
-        with self._lock:
-            return min(self._slots, default=None)
-
     def _resize(self, count: int) -> None:
         if self._slots:
             logger.info(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +68,6 @@ class ReplayRole:
         }
         self._lock = threading.Lock()
         self._drawn = 0  # Training batches that the learner has been given.
-        self._saved: dict[str, dict[str, Any]] = {}  # By tag: the save under way.
         self._limited = wiring.Stopwatch()
         self._sampling = wiring.Stopwatch()
         self._inserting = wiring.Stopwatch()
@@ -280,7 +278,6 @@ def _tell_statistics(
         lambda _, error: logger.warning("The logger took no statistics: %s", error)
     )
     every = max(1.0, args.log_every) if args.log_every else None
-    begin = time.monotonic()
     while not stop.wait(every):
         results.check()
         if not log.connected:
@@ -291,7 +288,6 @@ def _tell_statistics(
                     **role.stats(),
                     **dict(wiring.prefixed("server/replay", server.stats())),
                     **dict(wiring.prefixed("usage/replay", usage.result())),
-                    "parallel/replay_seconds": time.monotonic() - begin,
                 }
             )
         )
