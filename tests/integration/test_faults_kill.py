@@ -6,14 +6,18 @@ import signal
 
 import pytest
 from fault_testing import (
+    BATCH_LENGTH,
+    CONTEXT,
     ENVS,
     Run,
     check_metrics,
     check_ratio,
     check_replay,
     manifests,
+    sequences,
+    steps_in,
 )
-from parallel_testing import wait_until
+from parallel_testing import WAIT, wait_until
 
 from embodied.checkpoint import Checkpoint
 
@@ -23,15 +27,15 @@ ALL_ENVS = [f"env-{index}" for index in range(ENVS)]
 class TestRolesThatComeBack:
     def test_env_workers(self, tmp_path):
         with Run(tmp_path) as run:
-            run.goes_on()
+            wait_for_incarnations(run, ENVS)
             run.kill("env-0")
-            run.goes_on()
+            wait_for_incarnations(run, ENVS + 1)
             run.kill(*ALL_ENVS)
+            wait_for_incarnations(run, ENVS + 1 + ENVS)
             run.goes_on()
             check_ratio(tmp_path)
             run.leave()
-        steps = check_replay(tmp_path)
-        assert len({step[0] for step in steps}) == ENVS + 1 + ENVS
+        check_replay(tmp_path)
 
     def test_logger_and_replay(self, tmp_path):
         with Run(tmp_path) as run:
@@ -77,7 +81,7 @@ class TestRolesThatComeBack:
             run.leave()
         assert manifests(tmp_path)[-1].meta["step"] > before
         steps = check_replay(tmp_path, max_gaps=ENVS)
-        assert len({step[0] for step in steps}) == ENVS  # Nobody else was restarted.
+        assert len(incarnations(steps)) == ENVS  # Nobody else was restarted.
 
 
 class TestLauncher:
@@ -114,6 +118,25 @@ class TestLauncher:
             run.leave()
         check_replay(tmp_path)
         check_metrics(tmp_path)
+
+
+def wait_for_incarnations(run, count):
+    """Waits until so many environments have saved a sequence, those now gone included.
+
+    One that is killed before its first sequence leaves nothing.
+    """
+
+    def is_there():
+        saved = manifests(run.logdir)[-1:]
+        batch = saved and sequences(run.logdir, saved[0], BATCH_LENGTH + CONTEXT)
+        return batch and len(incarnations(steps_in(batch))) == count
+
+    wait_until(lambda: is_there() or not run.running, WAIT, run)
+    assert run.running, run.output()
+
+
+def incarnations(steps):
+    return {step[0] for step in steps}
 
 
 def newest_part(folder):
