@@ -42,6 +42,7 @@ class Call(Future):
       method: of the server.
       addr: of the server.
       wait: lets the client receive in the waiting thread.
+      attend: lets it receive in the background.
     """
 
     frame: bytes = b""
@@ -49,12 +50,22 @@ class Call(Future):
     reply: memory.Block | None = None  # Where the reply may be put.
 
     def __init__(
-        self, method: str, addr: str, wait: Callable[[Future, float | None], None]
+        self,
+        method: str,
+        addr: str,
+        wait: Callable[[Future, float | None], None],
+        attend: Callable[[], None],
     ):
-        self.call = f"'{method}' from {addr}"
         self._wait = wait
+        self._attend = attend
         self.method = method
+        self._addr = addr
         self.started = time.perf_counter()
+
+    @property
+    def call(self) -> str:  # type: ignore[override]
+        """What is asked of whom, for messages."""
+        return f"'{self.method}' from {self._addr}"
 
     def release(self) -> None:
         """Gives its memory back, when the server is done with it."""

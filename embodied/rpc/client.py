@@ -75,6 +75,7 @@ class Client(Connection):
         self._calls: dict[int, Call] = {}
         self._waiting = 0  # Threads that wait for one of them to end.
         self._next = 0
+        self._attend = self._listener.attend
         self._detours: set[int] = set()  # Calls that went over ZeroMQ beside a lane.
         self._thread.start()
 
@@ -116,7 +117,7 @@ class Client(Connection):
         spec, arrays, values = self._codec.call(method, args)
         if spec.nbytes > self._max_bytes:
             raise self._too_large(method, spec.nbytes)
-        call = Call(method, self.addr, self._wait)
+        call = Call(method, self.addr, self._wait, self._attend)
         request = None
         if self._use_memory:
             assert self._arena is not None
@@ -138,6 +139,8 @@ class Client(Connection):
             self._calls[seq] = call
             if self._welcome:
                 self._transmit(seq, call)
+            if len(self._calls) > 1:
+                self._attend()
             counts = self._statistics.counts
             counts["calls"] += 1
             counts["sent_bytes"] += spec.nbytes
@@ -184,6 +187,7 @@ class Client(Connection):
         self._waiting += 1
         try:
             while len(self._calls) >= self.maxinflight and not self._failure:
+                self._attend()
                 self._changed.wait()
         finally:
             self._waiting -= 1
@@ -233,9 +237,11 @@ class Client(Connection):
     def _wait(self, future: Future, timeout: float | None) -> None:
         """Receives until a future is done, or waits for the thread that does."""
         if self._listener.serve(future, timeout, self._receive):
+            if self._calls:
+                self._attend()  # Whoever waits for those was told to sleep.
             return
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not future.done():
+        while future.pending:
             if deadline is not None and time.monotonic() >= deadline:
                 return
             future.block(deadline)

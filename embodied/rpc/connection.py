@@ -180,6 +180,7 @@ class Connection:
             self._close_lane()
             self._welcome = False
             self._send_control(wire.HELLO, self._hello)
+            self._listener.attend()
 
     def _send_control(self, kind: int, data: Any = None) -> None:
         structure, arrays, values = wire.flatten(data)

@@ -25,12 +25,20 @@ class Future:
     _state = PENDING
     _value: Any = None
 
-    def __init__(self, call: str, wait: Callable[[Future, float | None], None]):
+    def __init__(
+        self,
+        call: str,
+        wait: Callable[[Future, float | None], None],
+        attend: Callable[[], None] | None = None,
+    ):
         self.call = call  # Whom it waits for, for messages.
         self._wait = wait  # Lets the client receive in the waiting thread.
+        self._attend = attend  # Lets it receive in the background.
 
     def done(self) -> bool:
         """Whether there is a result or an error."""
+        if self._state == PENDING and self._attend:
+            self._attend()
         return self._state != PENDING
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -62,10 +70,15 @@ class Future:
     def add_callback(self, callback: Callable[[Future], None]) -> None:
         """Calls back when done, from the thread that receives; at once if done."""
         with self._lock:
-            if self._state == PENDING:
+            if self._state != PENDING:
+                now = True
+            else:
+                now = False
                 self._callbacks = (*self._callbacks, callback)
-                return
-        callback(self)
+        if now:
+            callback(self)
+        elif self._attend:
+            self._attend()
 
     def set_result(self, value: Any) -> None:
         """Completes the future. For the client."""
@@ -74,6 +87,11 @@ class Future:
     def set_error(self, error: BaseException) -> None:
         """Completes the future with an error. For the client."""
         self._complete(FAILED, error)
+
+    @property
+    def pending(self) -> bool:
+        """Whether it is not done, for who receives. For the client."""
+        return self._state == PENDING
 
     def block(self, deadline: float | None) -> None:
         """Waits for another thread to complete it. For the client."""

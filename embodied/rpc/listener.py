@@ -3,6 +3,11 @@
 A thread that waits for a result takes the turn and polls the sockets itself; the
 background thread then stays asleep. On Linux the switch is one change of an epoll
 set, which wakes nobody. Elsewhere both wake up, and one finds nothing.
+
+The change costs as much as sending does. So the background thread stays off until
+somebody needs it: a call beside another, a callback, a look at whether a call is done.
+One call at a time, waited for, needs it never. What else arrives, it finds when it
+sends its next heartbeat.
 """
 
 from __future__ import annotations
@@ -33,6 +38,8 @@ class Listener:
         self._control = Wakeup()
         self._arrivals = Poller(socket, swallowed.fileno(), self._interrupt.fileno())
         self._switch: Any = None
+        self._attends = True  # Whether the background thread listens to arrivals.
+        self._switching = threading.Lock()
         if hasattr(select, "epoll"):
             self._background = Poller(monitor, self._control.fileno())
             self._inner = self._arrivals.fileno()
@@ -59,24 +66,35 @@ class Listener:
           future: what the calling thread waits for.
           timeout: for how many seconds.
           handle: called with the descriptors at which something arrived.
+
+        Afterwards nobody listens until `attend` is called, or the next who waits.
         """
         if not self._turn.acquire(blocking=False):
             return False
-        if self._switch:
-            self._switch(self._inner, 0)
+        with self._switching:
+            if self._attends and self._switch:
+                self._switch(self._inner, 0)
+                self._attends = False
         try:
             deadline = None if timeout is None else time.monotonic() + timeout
-            while not future.done():
+            while future.pending:
                 if deadline is not None:
                     timeout = deadline - time.monotonic()
                     if timeout <= 0:
                         break
                 handle(self._arrivals.wait(timeout))
         finally:
-            if self._switch:
-                self._switch(self._inner, select.POLLIN)
             self._turn.release()
         return True
+
+    def attend(self) -> None:
+        """Lets the background thread listen, unless another has the turn."""
+        if self._attends:
+            return
+        with self._switching:
+            if not self._attends and not self._turn.locked():
+                self._switch(self._inner, select.POLLIN)
+                self._attends = True
 
     @property
     def taken(self) -> bool:
@@ -105,7 +123,8 @@ class Listener:
 
     def close(self) -> None:
         """Frees the descriptors. No thread may wait any more."""
-        with self._turn:
+        with self._turn, self._switching:
+            self._attends = True  # There is nothing to switch any more.
             self._arrivals.close()
             self._background.close()
             self._interrupt.close()

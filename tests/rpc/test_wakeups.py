@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import select
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ def client():
     port = free_port()
     server = Server(port)
     server.bind("echo", lambda x: x)
+    server.bind("sleep", time.sleep)
     with server, Client(port, maxinflight=8) as client:
         client.connect(10)
         yield client
@@ -31,6 +34,15 @@ def eager_switches():
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
+
+
+def in_threads(target, count):
+    """Calls a function with 0, 1, 2, ... in threads, and waits for them."""
+    workers = [threading.Thread(target=target, args=(i,)) for i in range(count)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -50,11 +62,7 @@ def test_every_answer_arrives_at_once(client, eager_switches, threads, rounds):
             assert future.result(30) == number
             slowest[index] = max(slowest[index], time.perf_counter() - started)
 
-    workers = [threading.Thread(target=ask, args=(i,)) for i in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    in_threads(ask, threads)
     assert max(slowest) < SLOW
 
 
@@ -75,3 +83,77 @@ def test_nobody_spins_after_an_interrupt(client):
     time.sleep(1)
     assert sum(psutil.Process().cpu_times()[:2]) - started < 0.3
     assert client.echo(2).result(10) == 2
+
+
+def by_result(future):
+    return future.result(10)
+
+
+def by_callback(future):
+    called = threading.Event()
+    future.add_callback(lambda _: called.set())
+    assert called.wait(10)
+    return future.result(0)
+
+
+def by_looking(future):
+    deadline = time.perf_counter() + 10
+    while not future.done():
+        assert time.perf_counter() < deadline
+        time.sleep(1e-4)
+    return future.result(0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_ways_to_learn_of_an_answer_mix(client, eager_switches, threads):
+    """Whoever waits takes the turn to listen; the others must not miss it."""
+    slowest = [0.0] * threads
+
+    def ask(index):
+        choices = random.Random(index)
+        for number in range(300):
+            learn = choices.choice([by_result, by_callback, by_looking])
+            started = time.perf_counter()
+            assert learn(client.echo(number)) == number
+            slowest[index] = max(slowest[index], time.perf_counter() - started)
+
+    in_threads(ask, threads)
+    assert max(slowest) < SLOW
+
+
+def test_a_callback_outlasts_who_else_waited(client):
+    """The thread that listened leaves; somebody has to go on."""
+    client.sleep(0.0).result(10)
+    listening = threading.Thread(target=lambda: client.sleep(0.2).result(10))
+    listening.start()
+    time.sleep(0.1)  # It listens.
+    called = threading.Event()
+    client.sleep(0.3).add_callback(lambda _: called.set())
+    listening.join()
+    assert called.wait(SLOW)
+
+
+def test_room_is_made_without_anybody_waiting():
+    port = free_port()
+    server = Server(port)
+    server.bind("echo", lambda x: x)
+    with server, Client(port, maxinflight=1) as client:
+        client.echo(0).result(10)
+        started = time.perf_counter()
+        client.echo(1)
+        assert client.echo(2).result(10) == 2
+        assert time.perf_counter() - started < SLOW
+
+
+@pytest.mark.skipif(
+    not hasattr(select, "epoll"), reason="elsewhere nothing is switched"
+)
+def test_waiting_for_one_call_after_another_switches_nothing(client, monkeypatch):
+    client.echo(0).result(10)
+    switches = []
+    monkeypatch.setattr(
+        client._listener, "_switch", lambda *args: switches.append(args)
+    )
+    for number in range(10):
+        assert client.echo(number).result(10) == number
+    assert not switches
