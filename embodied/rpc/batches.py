@@ -22,6 +22,8 @@ from embodied.rpc.session import Session
 MAX_ROUTES = 512  # Specs whose check is remembered.
 MAX_TARGETS = 256  # Places of rows that a buffer remembers.
 MAX_SPARE = 4  # Buffers that are kept for each kind of rows.
+QUICK_SECONDS = 1e-3  # The longest run that counts as quick.
+QUICK_RUNS = 8  # So many make it worth while to wake nobody for the next.
 _EVERYTHING = itertools.repeat(slice(None))
 _SET: Any = operator.setitem
 
@@ -127,6 +129,7 @@ class Batching:
         self.timeout = timeout
         self.group = group
         self.idle = workers
+        self._quick = 0  # Rises with every run that was quick, and falls faster.
         self.filling: dict[tuple[Kind, Any], Batch] = {}
         self.full: list[Batch] = []
         self._routes: dict[tuple[wire.Spec, int], Kind] = {}
@@ -170,11 +173,38 @@ class Batching:
         self.filling[key] = batch
         return batch
 
-    def end(self, batch: Batch) -> None:
-        """Keeps the buffers of a batch for another one, which saves page faults."""
+    def next(self, slots: Callable[[Any], int]) -> Batch | None:
+        """Takes out a batch that is ready, if there is one.
+
+        Args:
+          slots: says how many env slots a group has.
+        """
+        if self.full:
+            return self.full.pop(0)
+        now = time.monotonic() if self.filling else 0.0
+        for key, batch in self.filling.items():
+            everyone = 0 < slots(key[1]) <= batch.rows
+            if batch.rows >= self.size or everyone or now >= batch.deadline:
+                del self.filling[key]
+                return batch
+        return None
+
+    def end(self, batch: Batch, seconds: float) -> None:
+        """Takes note of how long a batch took to run, and that its worker is idle."""
+        self.idle += 1
+        if seconds < QUICK_SECONDS:
+            self._quick = min(self._quick + 1, 2 * QUICK_RUNS)
+        else:
+            self._quick = max(self._quick - QUICK_RUNS // 2, 0)
+        # Its buffers are kept for another one, which saves page faults.
         spare = batch.key[0].spare
         if len(spare) < MAX_SPARE:
             spare.append(batch.buffers)
+
+    @property
+    def quick(self) -> bool:
+        """Whether it takes longer to wake another thread than to run a batch."""
+        return self._quick >= QUICK_RUNS
 
     def due(self, now: float) -> float | None:
         """When the next batch has waited long enough.

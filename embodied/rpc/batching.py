@@ -4,7 +4,8 @@ A batch counts env rows. It goes out when it has enough rows, when every registe
 env slot of its group is in it, or when its first row has waited long enough; while
 all workers are busy it keeps growing.
 
-The loop thread fills batches; workers take them. One lock guards both.
+The loop thread fills batches; workers take them. One lock guards both. Batches of a
+function that is quick are run by the loop thread.
 """
 
 from __future__ import annotations
@@ -169,9 +170,20 @@ class BatchServer(Server):
             batch.add(row, known.sources)
 
     def _after_receive(self) -> None:
+        while (job := self._next_own()) is not None:
+            if not self._loop.run(self._run_batch, job):
+                with self._batch_lock:
+                    self._dispatch(job[0])
+                return
+
+    def _next_own(self) -> tuple[Method, Batch] | None:
+        """Gives ready batches to workers, and returns one for the loop thread."""
         with self._batch_lock:
             for method in self._batched:
-                self._dispatch(method)
+                own = self._dispatch(method, leads=True)
+                if own is not None:
+                    return method, own
+        return None
 
     def _due(self) -> float | None:
         now = time.monotonic()
@@ -181,43 +193,42 @@ class BatchServer(Server):
 
     # Any thread that holds the lock.
 
-    def _dispatch(self, method: Method) -> None:
-        """Gives ready batches to idle workers."""
+    def _dispatch(self, method: Method, leads: bool = False) -> Batch | None:
+        """Gives ready batches to idle workers.
+
+        Args:
+          method: whose batches.
+          leads: whether this is the loop thread. It runs the batches of a function
+            that is quick, and the first of them is returned.
+        """
         batching: Batching = method.batching
-        if not batching.idle or not (batching.full or batching.filling):
-            return
-        now = time.monotonic()
-        while batching.idle and batching.full:
-            self._submit(method, batching.full.pop(0))
-        for key, batch in list(batching.filling.items()):
-            if not batching.idle:
-                return
-            slots = self.sessions.slots(key[1])
-            everyone = 0 < slots <= batch.rows
-            if batch.rows >= batching.size or everyone or now >= batch.deadline:
-                del batching.filling[key]
-                self._submit(method, batch)
+        while batching.idle and (batch := batching.next(self.sessions.slots)):
+            batching.idle -= 1
+            if method.postfn:
+                batch.ticket = self._post.ticket()
+            if leads and batching.quick:
+                return batch
+            method.pool.put((method, batch))
+        return None
 
-    def _submit(self, method: Method, batch: Batch) -> None:
-        method.batching.idle -= 1
-        if method.postfn:
-            batch.ticket = self._post.ticket()
-        method.pool.put((method, batch))
-
-    # Worker threads.
+    # Worker threads, and the loop thread.
 
     def _work(self, job: Any) -> None:
         if len(job) != 2:
             super()._work(job)
             return
-        method, batch = job
-        after, info = self._work_batch(method, batch)
+        self._run_batch(job)
         with self._batch_lock:
-            method.batching.idle += 1
-            method.batching.end(batch)
-            self._dispatch(method)
+            self._dispatch(job[0])
+
+    def _run_batch(self, job: tuple[Method, Batch]) -> None:
+        method, batch = job
+        started = time.perf_counter()
+        after, info = self._work_batch(method, batch)
         if batch.ticket is not None:
             self._post.put(batch.ticket, after, info)
+        with self._batch_lock:
+            method.batching.end(batch, time.perf_counter() - started)
 
     def _work_batch(self, method: Method, batch: Batch) -> tuple[Any, Any]:
         after = info = None

@@ -2,7 +2,8 @@
 
 Threads: the loop receives, checks and hands out; workers call the bound functions and
 send the replies themselves; one thread runs what comes after replies. The loop waits
-on file descriptors only and uses no time while nothing comes.
+on file descriptors only and uses no time while nothing comes. Quick batches it runs
+itself, see `embodied/rpc/loop.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import zmq
 
 from embodied.rpc import auth, lane, memory, sockets, wire
 from embodied.rpc.lanes import Lanes
+from embodied.rpc.loop import Loop
 from embodied.rpc.methods import Job, Method, Output
 from embodied.rpc.outbox import Outbox
 from embodied.rpc.pause import Pause
@@ -85,7 +87,8 @@ class Server:
         self._poller = sockets.Poller(self._wakeup.fileno())
         self.sessions = Sessions(CLIENT_TIMEOUT)
         self._lanes: Lanes | None = None  # Set while it runs, like the next two.
-        self._loop = threading.Thread(target=self._run, name=name, daemon=True)
+        self._loop = Loop(name, self._step)
+        self._expire_at = 0.0
         self._closing = threading.Event()
         self._context: zmq.Context | None = None
         self._gate: auth.Gate | None = None
@@ -140,6 +143,7 @@ class Server:
         for pool in self._pools:
             pool.start()
         self._post.start()
+        self._expire_at = time.monotonic() + HEARTBEAT
         self._loop.start()
         if block:
             self._closing.wait()
@@ -157,9 +161,10 @@ class Server:
         deadline = time.monotonic() + timeout
         self._closing.set()
         self._pause.close()
+        self._loop.close()
         self._wakeup.set()
-        self._loop.join(max(0, deadline - time.monotonic()))
-        ended = [pool.stop(deadline) for pool in self._pools]
+        ended = [self._loop.join(deadline)]
+        ended += [pool.stop(deadline) for pool in self._pools]
         ended.append(self._post.stop(deadline))
         if self._lanes:
             self._lanes.close()
@@ -235,25 +240,23 @@ class Server:
 
     # The loop thread.
 
-    def _run(self) -> None:
-        expire_at = time.monotonic() + HEARTBEAT
-        while not self._closing.is_set():
-            now = time.monotonic()
-            if now >= expire_at:
-                # If it is late, it was stopped itself, and has yet to hear what its
-                # clients have said meanwhile.
-                if now < expire_at + HEARTBEAT:
-                    self._expire()
-                expire_at = now + HEARTBEAT
-            due = self._due()
-            if len(self.sessions):
-                due = expire_at if due is None else min(due, expire_at)
-            ready = self._poller.wait(None if due is None else max(0, due - now))
-            # Only those that have something: asking the others costs as much.
-            others = self._lanes.handle(ready) if self._lanes else [x[0] for x in ready]
-            if others:
-                self._handle_socket(others)
-            self._after_receive()
+    def _step(self) -> None:
+        now = time.monotonic()
+        if now >= self._expire_at:
+            # If it is late, it was stopped itself, and has yet to hear what its
+            # clients have said meanwhile.
+            if now < self._expire_at + HEARTBEAT:
+                self._expire()
+            self._expire_at = now + HEARTBEAT
+        due = self._due()
+        if len(self.sessions):
+            due = self._expire_at if due is None else min(due, self._expire_at)
+        ready = self._poller.wait(None if due is None else max(0, due - now))
+        # Only those that have something: asking the others costs as much.
+        others = self._lanes.handle(ready) if self._lanes else [x[0] for x in ready]
+        if others:
+            self._handle_socket(others)
+        self._after_receive()
 
     def _expire(self) -> None:
         self.sessions.expire()
@@ -272,7 +275,7 @@ class Server:
         return None
 
     def _after_receive(self) -> None:
-        """Called when all messages that were there have been looked at."""
+        """Called last, when all messages that were there have been looked at."""
 
     def _receive(self, parts: list[zmq.Frame]) -> None:
         if len(parts) != 2:
