@@ -5,6 +5,7 @@ Runs in the process that steps it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,8 @@ from embodied.base import Env, Spaces
 from embodied.envs.registry import UnknownTask
 from embodied.space import Space
 
-TASKS = ("reach",)
-CELLS = 6  # Per side.
-PIXELS = 8  # Per cell, so that the image is 48 x 48, the smallest that agents take.
+TASKS = ("reach", "avoid")
+CELLS = 4  # Per side.
 MIN_DISTANCE = 3  # In moves, from the start to the goal.
 MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))  # Stay, up, down, left, right.
 
@@ -23,48 +23,62 @@ MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))  # Stay, up, down, left, righ
 _FLOOR = (32, 32, 40)
 _LINE = (16, 16, 24)
 _AGENT = (255, 255, 255)
-_GOAL = (0, 255, 64)
-_TRAP = (255, 0, 64)
+_GOAL = (255, 255, 0)
+_TRAP = (255, 0, 255)
 
 
 class Grid(Env):
-    """Walk to the green cell and keep off the red one.
+    """Walk to the yellow cell.
 
-        . . . . G .      The agent A, the goal G and the trap T are placed anew in
-        . T . . . .      every episode, with A at least three moves away from G.
-        . . . . . .      Reaching G gives reward 1 and ends the episode, T ends it
-        . . A . . .      without reward, and time runs out after `length` steps.
+        . . . G      The agent A and the goal G are placed anew in every episode, at
+        . . . .      least three moves apart. Reaching G gives reward 1 and ends the
+        . A . .      episode, which is cut after `length` steps. In `avoid` there is
+        . . T .      also a trap T in magenta, which ends it without reward.
 
     Everything is visible, and G can always be reached in time. A uniformly random
-    policy reaches it in about 11% of its episodes. `log/success` is 1 at that step.
+    policy reaches it in about 13% of its episodes, and in 9% with the trap.
+    `log/success` is 1 at that step.
 
     Args:
-      task: 'reach'.
+      task: 'reach' or 'avoid'.
+      size: height and width of the image, multiples of 4.
       length: number of steps after which the episode is cut.
       seed: decides where agent, goal and trap are placed.
     """
 
-    def __init__(self, task: str = "reach", length: int = 20, seed: int = 0):
+    def __init__(
+        self,
+        task: str = "reach",
+        size: Sequence[int] = (48, 48),
+        length: int = 10,
+        seed: int = 0,
+    ):
         if task not in TASKS:
             raise UnknownTask.named("grid task", task, TASKS)
         if length < 1:
             raise ValueError(f"Expected a length of at least 1, got {length}.")
+        if len(size) != 2 or any(side < 1 or side % CELLS for side in size):
+            raise ValueError(
+                f"Expected a size of two multiples of {CELLS}, the number of cells, "
+                f"got {size}."
+            )
+        self._traps = task == "avoid"
         self._length = length
         self._rng = np.random.default_rng(seed)
-        self._floor = _render_floor()
+        self._height, self._width = (side // CELLS for side in size)  # Of a cell.
+        self._floor = _render_floor(self._height, self._width)
         self._arena = self._floor
         self._agent = (0, 0)
         self._goal = (0, 0)
-        self._trap = (0, 0)
+        self._trap: tuple[int, int] | None = None
         self._count = 0
         self._done = True
 
     @property
     def obs_space(self) -> Spaces:
         """The image, and `log/success` for the logger."""
-        side = CELLS * PIXELS
         return {
-            "image": Space(np.uint8, (side, side, 3)),
+            "image": Space(np.uint8, self._floor.shape),
             "reward": Space(np.float32),
             "is_first": Space(bool),
             "is_last": Space(bool),
@@ -101,12 +115,13 @@ class Grid(Env):
         self._agent, self._goal = self._cell(), self._cell()
         while _distance(self._agent, self._goal) < MIN_DISTANCE:
             self._agent, self._goal = self._cell(), self._cell()
-        self._trap = self._cell()
-        while self._trap in (self._agent, self._goal):
-            self._trap = self._cell()
         self._arena = self._floor.copy()
         self._draw(self._arena, self._goal, _GOAL)
-        self._draw(self._arena, self._trap, _TRAP)
+        if self._traps:
+            self._trap = self._cell()
+            while self._trap in (self._agent, self._goal):
+                self._trap = self._cell()
+            self._draw(self._arena, self._trap, _TRAP)
 
     def _observe(self, first: bool, success: bool, trapped: bool) -> dict[str, Any]:
         image = self._arena.copy()
@@ -127,16 +142,16 @@ class Grid(Env):
     def _draw(
         self, image: np.ndarray, cell: tuple[int, int], color: tuple[int, int, int]
     ) -> None:
-        row, column = cell[0] * PIXELS, cell[1] * PIXELS
-        image[row : row + PIXELS, column : column + PIXELS] = color
+        row, column = cell[0] * self._height, cell[1] * self._width
+        image[row : row + self._height, column : column + self._width] = color
 
 
 def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
     return abs(one[0] - other[0]) + abs(one[1] - other[1])
 
 
-def _render_floor() -> np.ndarray:
-    """Returns the empty arena, [CELLS * PIXELS, CELLS * PIXELS, 3] uint8."""
-    tile = np.full((PIXELS, PIXELS, 3), _LINE, np.uint8)
+def _render_floor(height: int, width: int) -> np.ndarray:
+    """Returns the empty arena, uint8, of cells of so many pixels."""
+    tile = np.full((height, width, 3), _LINE, np.uint8)
     tile[1:-1, 1:-1] = _FLOOR  # With a line around it.
     return np.tile(tile, (CELLS, CELLS, 1))

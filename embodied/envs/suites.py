@@ -93,7 +93,7 @@ _SUITES = (
         "embodied.envs.grid",
         "Grid",
         extra="",
-        doc="A small maze on images, learnable on a CPU in minutes: reach.",
+        doc="A small arena on images, learnable on a CPU in minutes: reach, avoid.",
     ),
     Suite(
         "gym",

@@ -163,6 +163,7 @@ CONTRACT = {
             "logs": False,
             "length": 36000,
         },
+        "grid": {"size": (48, 48), "length": 10},
         "minigrid": {"size": (64, 64), "full": False},
         "procgen": {"size": (96, 96), "resize": "pillow"},
         "loconav": {"size": (64, 64), "repeat": 1, "camera": -1},

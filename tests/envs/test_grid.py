@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 
 from embodied.envs import UnknownTask
-from embodied.envs.grid import CELLS, MOVES, PIXELS, Grid
+from embodied.envs.grid import CELLS, MOVES, Grid
 from embodied.wrappers import wrap
 
 RESET = {"reset": True}
-AGENT, GOAL, TRAP = (255, 255, 255), (0, 255, 64), (255, 0, 64)
+AGENT, GOAL, TRAP = (255, 255, 255), (255, 255, 0), (255, 0, 255)
+TASKS = pytest.mark.parametrize("task", ["reach", "avoid"])
 
 
 def find(image, color):
     """The cell whose middle has a color; None if there is none."""
-    middles = image[PIXELS // 2 :: PIXELS, PIXELS // 2 :: PIXELS]
+    height, width = (side // CELLS for side in image.shape[:2])
+    middles = image[height // 2 :: height, width // 2 :: width]
     cells = np.argwhere((middles == color).all(-1))
     assert len(cells) <= 1
     return tuple(cells[0].tolist()) if len(cells) else None
@@ -53,17 +55,21 @@ def play(env, choose, episodes):
     return successes / episodes, lengths
 
 
-def test_random_policy_rarely_succeeds():
+@pytest.mark.parametrize(
+    ("task", "low", "high"), [("reach", 0.11, 0.15), ("avoid", 0.07, 0.11)]
+)
+def test_random_policy_rarely_succeeds(task, low, high):
     rng = np.random.default_rng(0)
     actions = iter(rng.integers(0, len(MOVES), 200_000))
-    rate, lengths = play(Grid(seed=0), lambda image: next(actions), episodes=5000)
-    # Its standard error is 0.0045, so that another seed would not fail this either.
-    assert 0.09 <= rate <= 0.14
-    assert max(lengths) == 20
+    rate, lengths = play(Grid(task, seed=0), lambda image: next(actions), episodes=5000)
+    # Its standard error is 0.005, so that another seed would not fail this either.
+    assert low <= rate <= high
+    assert max(lengths) == 10
 
 
-def test_whoever_sees_the_image_always_succeeds():
-    rate, lengths = play(Grid(seed=0), shortest_move, episodes=300)
+@TASKS
+def test_whoever_sees_the_image_always_succeeds(task):
+    rate, lengths = play(Grid(task, seed=0), shortest_move, episodes=300)
     assert rate == 1.0
     assert min(lengths) == 3
     assert max(lengths) <= 2 * CELLS
@@ -83,7 +89,7 @@ def test_reaching_the_goal_is_rewarded_once_and_terminal():
 
 
 def test_the_trap_ends_the_episode_without_reward():
-    env = Grid(seed=0)
+    env = Grid("avoid", seed=0)
     rng = np.random.default_rng(0)
     for _ in range(200):
         obs = env.step(RESET)
@@ -124,6 +130,13 @@ def test_the_edge_holds_the_agent():
     pytest.fail("The way up was never free.")
 
 
+def test_the_trap_is_there_when_it_is_asked_for():
+    for task, there in [("reach", False), ("avoid", True)]:
+        image = Grid(task).step(RESET)["image"]
+        assert (find(image, TRAP) is not None) == there
+        assert find(image, GOAL) is not None
+
+
 def test_seeds_decide_the_placement():
     def images(seed):
         env = Grid(seed=seed)
@@ -135,7 +148,7 @@ def test_seeds_decide_the_placement():
 
 
 def test_values_are_in_their_spaces_through_the_standard_wrappers():
-    env = wrap(Grid())
+    env = wrap(Grid("avoid", (32, 48)))
     obs = env.step(RESET)
     rng = np.random.default_rng(0)
     for _ in range(100):
@@ -143,7 +156,7 @@ def test_values_are_in_their_spaces_through_the_standard_wrappers():
         obs = env.step({"reset": obs["is_last"], "action": action})
         for key, space in env.obs_space.items():
             assert obs[key] in space, key
-    assert obs["image"].shape == (48, 48, 3)
+    assert obs["image"].shape == (32, 48, 3)
 
 
 def test_earlier_images_do_not_change():
@@ -160,3 +173,5 @@ def test_wrong_arguments():
         Grid("race")
     with pytest.raises(ValueError, match="at least 1, got 0"):
         Grid(length=0)
+    with pytest.raises(ValueError, match="multiples of 4"):
+        Grid(size=(48, 47))

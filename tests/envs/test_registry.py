@@ -148,7 +148,7 @@ def test_extras_are_those_of_the_package():
         ("dumy_disc", r"got 'dumy'\. Did you mean dummy"),
         ("tetris_easy", r"dummy, grid, gym, .*\), got 'tetris'"),
         ("dummy_dics", r"got 'dics'\. Did you mean disc\?"),
-        ("grid_race", r"grid task \(reach\), got 'race'"),
+        ("grid_race", r"grid task \(avoid, reach\), got 'race'"),
         ("grid", r"form grid_NAME, got 'grid'"),
         ("gym_", r"form gym_NAME, got 'gym_'"),
         ("", r"got ''"),

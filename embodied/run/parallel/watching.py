@@ -40,7 +40,8 @@ class EnvUsage:
         self._processes = {pid: known[pid] for pid in pids if pid in known}
         cores, memory = 0.0, 0.0
         for pid in pids:
-            with contextlib.suppress(psutil.Error):  # It may just have ended.
+            # It may just have ended; `psutil` does not turn all errors into its own.
+            with contextlib.suppress(psutil.Error, OSError):
                 if pid not in self._processes:
                     self._processes[pid] = psutil.Process(pid)
                 process = self._processes[pid]

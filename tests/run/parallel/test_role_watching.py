@@ -1,0 +1,58 @@
+"""What env workers use, as the process that supervises them tells the logger."""
+
+import os
+import subprocess
+import sys
+import types
+
+import psutil
+import pytest
+
+from embodied.run.parallel.watching import EnvUsage
+
+
+class Workers:
+    """A supervisor that has these processes as its env workers."""
+
+    def __init__(self, *pids):
+        self.pids = pids
+
+    def status(self):
+        env = [types.SimpleNamespace(role="env", pid=x, restarts=1) for x in self.pids]
+        return [types.SimpleNamespace(role="logger", pid=1, restarts=5), *env]
+
+
+@pytest.fixture
+def other():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process:
+        yield process.pid
+        process.kill()
+
+
+def test_it_adds_up_the_env_workers(other):
+    alone = EnvUsage(Workers(os.getpid())).result()
+    both = EnvUsage(Workers(os.getpid(), other)).result()
+    assert alone["psutil/proc_ram_gb"] < both["psutil/proc_ram_gb"]
+    assert both["workers"] == 2
+    assert both["restarts"] == 2
+
+
+def test_workers_that_are_not_started_or_gone_use_nothing(other):
+    workers = Workers(None, other)
+    usage = EnvUsage(workers)
+    assert usage.result()["psutil/proc_ram_gb"] > 0
+    psutil.Process(other).kill()
+    psutil.Process(other).wait()
+    assert usage.result()["psutil/proc_ram_gb"] == 0
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, ProcessLookupError])
+def test_a_worker_that_ends_meanwhile_fails_nothing(monkeypatch, error):
+    usage = EnvUsage(Workers(os.getpid()))
+    usage.result()
+
+    def fail(self, interval=None):
+        raise error
+
+    monkeypatch.setattr(psutil.Process, "cpu_percent", fail)
+    assert usage.result()["workers"] == 1
