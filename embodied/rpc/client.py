@@ -16,7 +16,7 @@ from typing import Any
 from embodied.rpc import auth, memory, sockets, wire
 from embodied.rpc.calls import Call, Disconnected, RemoteError
 from embodied.rpc.connection import Connection
-from embodied.rpc.future import Future
+from embodied.rpc.future import PENDING, Future
 from embodied.rpc.session import MAX_INFLIGHT, PROTOCOL
 
 __all__ = ["Client", "Disconnected", "RemoteError"]
@@ -82,7 +82,9 @@ class Client(Connection):
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
-        return functools.partial(self.call, method)
+        # Kept as an attribute, so that the next call finds it without coming here.
+        caller = self.__dict__[method] = functools.partial(self.call, method)
+        return caller
 
     @property
     def connected(self) -> bool:
@@ -241,7 +243,7 @@ class Client(Connection):
                 self._attend()  # Whoever waits for those was told to sleep.
             return
         deadline = None if timeout is None else time.monotonic() + timeout
-        while future.pending:
+        while future.state == PENDING:
             if deadline is not None and time.monotonic() >= deadline:
                 return
             future.block(deadline)

@@ -22,7 +22,7 @@ class Future:
     _lock = threading.Lock()
     _event: threading.Event | None = None
     _callbacks: tuple[Callable[[Future], None], ...] = ()
-    _state = PENDING
+    state = PENDING  # For the client, which looks at it often.
     _value: Any = None
 
     def __init__(
@@ -37,15 +37,15 @@ class Future:
 
     def done(self) -> bool:
         """Whether there is a result or an error."""
-        if self._state == PENDING and self._attend:
+        if self.state == PENDING and self._attend:
             self._attend()
-        return self._state != PENDING
+        return self.state != PENDING
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it is done; False if it is not in time."""
-        if self._state == PENDING:
+        if self.state == PENDING:
             self._wait(self, timeout)
-        return self._state != PENDING
+        return self.state != PENDING
 
     def result(self, timeout: float | None = None) -> Any:
         """Returns the result, or raises the call's error.
@@ -53,11 +53,11 @@ class Future:
         Raises:
           TimeoutError: it was not done in time; asking again later is fine.
         """
-        if not self._state:
+        if not self.state:
             self._wait(self, timeout)
-            if not self._state:
+            if not self.state:
                 raise TimeoutError(f"No answer to {self.call} within {timeout} s.")
-        if self._state == FAILED:
+        if self.state == FAILED:
             raise self._value
         return self._value
 
@@ -65,17 +65,15 @@ class Future:
         """Returns the call's error, or None if it has a result."""
         if not self.wait(timeout):
             raise TimeoutError(f"No answer to {self.call} within {timeout} s.")
-        return self._value if self._state == FAILED else None
+        return self._value if self.state == FAILED else None
 
     def add_callback(self, callback: Callable[[Future], None]) -> None:
         """Calls back when done, from the thread that receives; at once if done."""
         with self._lock:
-            if self._state != PENDING:
-                now = True
-            else:
-                now = False
+            pending = self.state == PENDING
+            if pending:
                 self._callbacks = (*self._callbacks, callback)
-        if now:
+        if not pending:
             callback(self)
         elif self._attend:
             self._attend()
@@ -88,15 +86,10 @@ class Future:
         """Completes the future with an error. For the client."""
         self._complete(FAILED, error)
 
-    @property
-    def pending(self) -> bool:
-        """Whether it is not done, for who receives. For the client."""
-        return self._state == PENDING
-
     def block(self, deadline: float | None) -> None:
         """Waits for another thread to complete it. For the client."""
         with self._lock:
-            if self._state != PENDING:
+            if self.state != PENDING:
                 return
             if self._event is None:
                 self._event = threading.Event()
@@ -104,10 +97,10 @@ class Future:
 
     def _complete(self, state: int, value: Any) -> None:
         with self._lock:
-            if self._state != PENDING:
+            if self.state != PENDING:
                 return
             self._value = value
-            self._state = state
+            self.state = state
             callbacks, self._callbacks = self._callbacks, ()
             event = self._event
         if event is not None:

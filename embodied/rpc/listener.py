@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from embodied.rpc.future import Future
+from embodied.rpc.future import PENDING, Future
 from embodied.rpc.sockets import Poller, Wakeup
 
 
@@ -77,7 +77,7 @@ class Listener:
                 self._attends = False
         try:
             deadline = None if timeout is None else time.monotonic() + timeout
-            while future.pending:
+            while future.state == PENDING:
                 if deadline is not None:
                     timeout = deadline - time.monotonic()
                     if timeout <= 0:

@@ -29,22 +29,18 @@ def mean(scores):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)  # On a machine that has other work to do.
+@pytest.mark.parametrize("script", ["train", "parallel"])
 @pytest.mark.parametrize(
     ("name", "random", "learned", "recent"),
-    [
-        pytest.param(
-            *("grid", 0.15, 0.8, 100),
-            marks=pytest.mark.xfail(reason="see docs/results/learning-cpu.md"),
-        ),
-        ("cartpole", 30, 100, 20),
-    ],
+    [("grid", 0.15, 0.8, 100), ("cartpole", 30, 100, 20)],
 )
-def test_a_small_agent_learns_in_minutes(tmp_path, name, random, learned, recent):
-    scores, _ = run(
-        *(tmp_path / "random", "--configs", name, "--random_agent", "True"),
-        *("--run.train_ratio", "0.1"),
-    )
+def test_a_small_agent_learns_in_minutes(
+    tmp_path, script, name, random, learned, recent
+):
+    flags = ["--configs", name, "--script", script]
+    untrained = ["--random_agent", "True", "--run.train_ratio", "0.1"]
+    scores, _ = run(tmp_path / "random", *flags, *untrained)
     assert mean(scores) <= random, "there is something to learn"
-    scores, seconds = run(tmp_path / "learned", "--configs", name)
+    scores, seconds = run(tmp_path / "learned", *flags)
     assert mean(scores[-recent:]) >= learned
     assert seconds <= CORES * MINUTES * 60
