@@ -9,6 +9,7 @@ LEARNER_WAITS = "timer/learner/wait"
 STREAM_WAITS = "timer/learner/stream_wait"
 LIMITED = "timer/replay/limited"
 SAMPLING = "timer/replay/sample"
+STORING = "timer/replay/insert"
 POLICY = "timer/actor/policy"
 
 SMALL = 0.1  # Of the time: not what holds anything back.
@@ -38,6 +39,8 @@ def find_bottleneck(shares: Mapping[str, float], threads: int = 1) -> str:
             )
     if share(LIMITED) < share(SAMPLING):
         return _line("replay", f"it samples {share(SAMPLING):.0%} of the time")
+    if share(STORING) >= 0.5:
+        return _line("replay", f"it stores steps {share(STORING):.0%} of the time")
     policy = share(POLICY) / max(1, threads)
     if policy >= 0.5:
         return _line("actor", f"the policy runs {policy:.0%} of the time")

@@ -168,6 +168,7 @@ def test_factories_may_be_pickled():
             },
             "env",
         ),
+        ({"replay/limited": 0.9, "replay/insert": 0.9, "actor/policy": 0.1}, "replay"),
         # Before the first batch, the learner has told nothing.
         ({"actor/policy": 0.2, "replay/limited": 1.0}, "env"),
         ({}, "env"),
