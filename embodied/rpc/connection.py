@@ -27,7 +27,11 @@ from embodied.rpc.statistics import Statistics
 
 log = logging.getLogger("embodied.rpc")
 
-FAILED_HANDSHAKES = 5  # In a row, without a reason given: the keys do not match.
+# Handshakes that fail without a reason: the keys do not match, or the connection is
+# cut again and again. So many in a row, over so many seconds, count as the former; from
+# a server whose keys did match before, they have to go on for longer.
+FAILED_HANDSHAKES = 8
+FAILED_SECONDS, FAILED_SECONDS_IF_KNOWN = 4.0, 60.0
 
 
 class Connection:
@@ -64,7 +68,9 @@ class Connection:
         self._welcome = False  # Whether the server knows us.
         self._linked = False  # Whether it did since the connection was made.
         self._failure: Exception | None = None
-        self._handshakes_failed = 0
+        self._known = False  # Whether the keys have ever matched.
+        self._handshakes_failed = 0  # In a row.
+        self._failing_since = 0.0
         self._heartbeat = 2.0
         self._identity = secrets.token_bytes(16)
         self._lane: Lane | None = None  # The short cut, while it is open.
@@ -146,7 +152,6 @@ class Connection:
             self._use_memory = bool(welcome["bulk"]) and self._arena is not None
             self._max_bytes = welcome["max_bytes"]
             self._heartbeat = welcome["heartbeat"]
-            self._handshakes_failed = 0
             self._welcome = self._linked = True
             self._open_lane(welcome["lane"])
             self._send_open_calls()
@@ -223,6 +228,7 @@ class Connection:
             message = parse_monitor_message(parts)
             event, value = message["event"], int(message["value"])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._known, self._handshakes_failed = True, 0
                 self._say_hello()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._disconnected()
@@ -231,9 +237,17 @@ class Connection:
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self._refused("one of the two uses keys and the other does not")
             elif value != errno.EAGAIN:  # That is a server too busy to answer.
-                self._handshakes_failed += 1
-                if self._handshakes_failed >= FAILED_HANDSHAKES:
-                    self._refused("its key is not the one expected")
+                self._handshake_failed()
+
+    def _handshake_failed(self) -> None:
+        now = time.monotonic()
+        if not self._handshakes_failed:
+            self._failing_since = now
+        self._handshakes_failed += 1
+        seconds = FAILED_SECONDS_IF_KNOWN if self._known else FAILED_SECONDS
+        enough = now - self._failing_since >= seconds
+        if enough and self._handshakes_failed >= FAILED_HANDSHAKES:
+            self._refused("its key is not the one expected")
 
     def _disconnected(self) -> None:
         with self._changed:

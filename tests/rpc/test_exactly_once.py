@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from embodied.rpc import BatchServer, Client, Server, free_port
+from embodied.rpc import BatchServer, Client, Server, connection, free_port
 
 
 class Proxy:
@@ -23,6 +23,8 @@ class Proxy:
         self.port = self.listener.getsockname()[1]
         self.lock = threading.Lock()
         self.pairs = []
+        self.broken = False  # Whether new connections are cut in the handshake.
+        self.cuts = 0
         threading.Thread(target=self.accept, daemon=True).start()
 
     def accept(self):
@@ -31,6 +33,11 @@ class Proxy:
                 near, _ = self.listener.accept()
             except OSError:
                 return
+            if self.broken:
+                near.recv(1)
+                near.close()
+                self.cuts += 1
+                continue
             try:
                 far = socket.create_connection(("127.0.0.1", self.target))
             except OSError:
@@ -73,6 +80,27 @@ class Proxy:
     def __exit__(self, *error):
         self.listener.close()
         self.cut()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_handshakes_that_are_cut_are_not_taken_for_wrong_keys(monkeypatch, known):
+    monkeypatch.setattr(connection, "FAILED_SECONDS", 0.1 if known else 60.0)
+    server = Server(free_port())
+    server.bind("echo", lambda x: x)
+    with server, Proxy(int(server.addr.split(":")[1])) as proxy:
+        proxy.broken = not known
+        with Client(proxy.port) as client:
+            if known:
+                assert client.echo(1).result(30) == 1
+            proxy.broken = True
+            proxy.cut()
+            future = client.echo(2)
+            deadline = time.monotonic() + 30
+            while proxy.cuts <= connection.FAILED_HANDSHAKES:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            proxy.broken = False
+            assert future.result(30) == 2
 
 
 @pytest.fixture(params=["memory", "frames"])

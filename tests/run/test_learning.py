@@ -1,6 +1,7 @@
 """Learning on a CPU, with the named configurations, in a process of their own."""
 
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -12,15 +13,22 @@ CORES, MINUTES = 2, 5  # What learning may take; compilation is part of it.
 
 def run(logdir, *argv):
     """Runs the program, and returns all scores and the processor's seconds."""
-    command = [sys.executable, "-m", "dreamerv3.main", "--logdir", str(logdir), *argv]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    start(logdir, *argv)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = (logdir / "scores.jsonl").read_text().splitlines()
-    scores = [json.loads(line)["episode/score"] for line in lines]
     seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    return scores, seconds
+    return read_scores(logdir / "scores.jsonl", "episode/score"), seconds
+
+
+def start(logdir, *argv):
+    command = [sys.executable, "-m", "dreamerv3.main", "--logdir", str(logdir), *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def read_scores(path, name):
+    lines = map(json.loads, path.read_text().splitlines())
+    return [line[name] for line in lines if name in line]
 
 
 def mean(scores):
@@ -44,3 +52,28 @@ def test_a_small_agent_learns_in_minutes(
     scores, seconds = run(tmp_path / "learned", *flags)
     assert mean(scores[-recent:]) >= learned
     assert seconds <= CORES * MINUTES * 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_all_programs_give_an_agent_the_same_score(tmp_path):
+    flags = ["--configs", "grid", "--logger.outputs", "jsonl"]
+    start(tmp_path / "trained", *flags, "--run.steps", "5e3")
+    # From here on it does not change any more.
+    flags += ["--run.from_checkpoint", str(tmp_path / "trained" / "ckpt")]
+    flags += ["--agent.opt.lr", "1e-12", "--run.train_ratio", "0.1", "--run.eval_envs", "4"]
+    flags += ["--run.steps", "6e3", "--run.report_every", "1"]
+    found = {}
+    for script, episodes in [("eval_only", 400), ("train_eval", 40), ("parallel", 1)]:
+        logdir = tmp_path / script
+        more = ["--script", script, "--run.eval_eps", str(episodes)]
+        start(logdir, *flags, *more)
+        found[script] = read_scores(logdir / "metrics.jsonl", "eval_episode/score")
+        assert len(found[script]) >= 200
+    rate = mean([score for scores in found.values() for score in scores])
+    assert 0.2 < rate < 0.98, "it has learned, and is not beyond doubt"
+    for scores in found.values():
+        error = math.sqrt(rate * (1 - rate) / len(scores))
+        assert abs(mean(scores) - rate) < 4 * error, {
+            k: mean(v) for k, v in found.items()
+        }
