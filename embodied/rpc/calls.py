@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from embodied.rpc import memory
-from embodied.rpc.future import Future
+from embodied.rpc.future import Future, Receiver
 
 
 class Disconnected(ConnectionError):
@@ -41,25 +40,17 @@ class Call(Future):
     Args:
       method: of the server.
       addr: of the server.
-      wait: lets the client receive in the waiting thread.
-      attend: lets it receive in the background.
+      receiver: the client.
     """
 
     frame: bytes = b""
     request: memory.Block | None = None  # Where the arguments lie.
     reply: memory.Block | None = None  # Where the reply may be put.
 
-    def __init__(
-        self,
-        method: str,
-        addr: str,
-        wait: Callable[[Future, float | None], None],
-        attend: Callable[[], None],
-    ):
-        self._wait = wait
-        self._attend = attend
+    def __init__(self, method: str, addr: str, receiver: Receiver):
         self.method = method
         self._addr = addr
+        self._receiver = receiver
         self.started = time.perf_counter()
 
     @property

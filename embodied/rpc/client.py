@@ -75,7 +75,8 @@ class Client(Connection):
         self._calls: dict[int, Call] = {}
         self._waiting = 0  # Threads that wait for one of them to end.
         self._next = 0
-        self._attend = self._listener.attend
+        self._counted = 0  # Calls that were in `stats`.
+        self.attend = self._listener.attend  # Of `Receiver`.
         self._detours: set[int] = set()  # Calls that went over ZeroMQ beside a lane.
         self._thread.start()
 
@@ -117,39 +118,40 @@ class Client(Connection):
           Disconnected, AuthError: the client is closed or refused.
         """
         spec, arrays, values = self._codec.call(method, args)
-        if spec.nbytes > self._max_bytes:
-            raise self._too_large(method, spec.nbytes)
-        call = Call(method, self.addr, self._wait, self._attend)
-        request = None
-        if self._use_memory:
-            assert self._arena is not None
-            if spec.nbytes >= memory.THRESHOLD:
-                request = call.request = self._arena.allocate(spec.room)
+        nbytes = spec.nbytes
+        if nbytes > self._max_bytes:
+            raise self._too_large(method, nbytes)
+        call = Call(method, self.addr, self)
+        request, arena = None, self._memory
+        if arena is not None:
+            if nbytes >= memory.THRESHOLD:
+                request = call.request = arena.allocate(spec.room)
                 if request is not None:
                     request.fill(spec, arrays, rows)
             if method in self._reply_bytes:
-                call.reply = self._arena.allocate(self._reply_bytes[method])
+                call.reply = arena.allocate(self._reply_bytes[method])
         with self._lock:
-            if len(self._calls) >= self.maxinflight or self._failure:
+            if self._calls or self._failure:
                 self._wait_for_room(call)
             seq = self._next
             self._next = seq + 1
             if request is None or values or call.reply or self._calls:
                 call.frame = self._encode(call, seq, spec, values, arrays, rows)
+                if self._calls:
+                    self.attend()
             else:
                 call.frame = request.frame(seq)  # The commonest case, and the fastest.
             self._calls[seq] = call
             if self._welcome:
                 self._transmit(seq, call)
-            if len(self._calls) > 1:
-                self._attend()
-            counts = self._statistics.counts
-            counts["calls"] += 1
-            counts["sent_bytes"] += spec.nbytes
+            self._statistics.counts["sent_bytes"] += nbytes
         return call
 
     def stats(self) -> dict[str, float]:
         """Counts since the last call, open calls, and latencies in seconds."""
+        with self._lock:
+            self._statistics.counts["calls"] = self._next - self._counted
+            self._counted = self._next
         return {
             **self._statistics.collect(
                 "calls",
@@ -189,7 +191,7 @@ class Client(Connection):
         self._waiting += 1
         try:
             while len(self._calls) >= self.maxinflight and not self._failure:
-                self._attend()
+                self.attend()
                 self._changed.wait()
         finally:
             self._waiting -= 1
@@ -236,11 +238,11 @@ class Client(Connection):
             self._detours.add(seq)
         self._socket.send(call.frame)
 
-    def _wait(self, future: Future, timeout: float | None) -> None:
+    def wait_for(self, future: Future, timeout: float | None) -> None:
         """Receives until a future is done, or waits for the thread that does."""
         if self._listener.serve(future, timeout, self._receive):
             if self._calls:
-                self._attend()  # Whoever waits for those was told to sleep.
+                self.attend()  # Whoever waits for those was told to sleep.
             return
         deadline = None if timeout is None else time.monotonic() + timeout
         while future.state == PENDING:
@@ -250,8 +252,7 @@ class Client(Connection):
 
     # Any thread that receives.
 
-    def _answer(self, message: wire.Message) -> None:
-        seq, spec = message.seq, message.spec
+    def _answer(self, seq: int, kind: int, flags: int, reply: wire.Payload) -> None:
         with self._lock:
             call = self._calls.pop(seq, None)
             if call is None:
@@ -260,6 +261,7 @@ class Client(Connection):
                 self._detours.discard(seq)
             if self._waiting:
                 self._changed.notify()
+        spec, values, frame, start = reply
         counts = self._statistics.counts
         counts["replies"] += 1
         counts["received_bytes"] += spec.nbytes
@@ -267,28 +269,28 @@ class Client(Connection):
         if spec.nbytes >= memory.THRESHOLD:
             self._reply_bytes[call.method] = spec.room
         try:
-            if message.flags & wire.BULK:
-                tree = self._lease(call, message)
+            if flags & wire.BULK:
+                tree = spec.build(self._leased(call, spec), 0, values)
             else:
-                tree = spec.build(message.frame, message.start, message.values)
+                tree = spec.build(frame, start, values)
         except wire.WireError as error:
             call.set_error(error)
             return
         finally:
             if call.request or call.reply:
                 call.release()
-        if message.kind == wire.REPLY:
+        if kind == wire.REPLY:
             call.set_result(tree)
         else:
             counts["errors"] += 1
             call.set_error(RemoteError(**tree))
 
-    def _lease(self, call: Call, message: wire.Message) -> Any:
-        """Returns a reply that lies in the memory which was offered for it."""
-        if call.reply is None or call.reply.size < message.spec.nbytes:
+    def _leased(self, call: Call, spec: wire.Spec) -> Any:
+        """The memory which was offered for a reply, and which it lies in."""
+        if call.reply is None or call.reply.size < spec.nbytes:
             raise wire.WireError("a reply in memory that was not offered")
         block, call.reply = call.reply, None
-        return message.spec.build(block.leased(), 0, message.values)
+        return block.leased()
 
     def _fail(self, error: Exception) -> None:
         """Ends all open calls, and every later one, with an error."""

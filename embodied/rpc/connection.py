@@ -58,7 +58,7 @@ class Connection:
         self._hello = {**hello, "host": memory.host_facts() if bulk else {}}
         self._codec = wire.Codec()
         self._arena = memory.Arena() if bulk and memory.AVAILABLE else None
-        self._use_memory = False  # The server's answer to HELLO decides.
+        self._memory: memory.Arena | None = None  # If the server can map it.
         self._max_bytes = self._codec.max_bytes
         self._statistics = Statistics(name)
         # Guards the state of the connection, and what the client adds. Sending is
@@ -93,8 +93,8 @@ class Connection:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def _answer(self, message: wire.Message) -> None:
-        """Takes in the answer to a call."""
+    def _answer(self, seq: int, kind: int, flags: int, reply: wire.Payload) -> None:
+        """Takes in the answer to a call: its number, kind, flags and contents."""
         raise NotImplementedError
 
     def _send_open_calls(self) -> None:
@@ -130,11 +130,16 @@ class Connection:
 
     def _decode(self, frame: Any) -> None:
         try:
+            known = self._codec.decode_known(frame)
+            if known is not None:
+                self._answer(*known)
+                return
             message = self._codec.decode(frame)
-            if message.seq != wire.NO_CALL:
-                self._answer(message)
-            else:
+            if message.seq == wire.NO_CALL:
                 self._control(message)
+                return
+            reply = message.spec, message.values, frame, message.start
+            self._answer(message.seq, message.kind, message.flags, reply)
         except wire.WireError as error:
             log.error("%s: undecodable answer: %s", self.name, error)
 
@@ -149,7 +154,7 @@ class Connection:
 
     def _welcomed(self, welcome: dict) -> None:
         with self._changed:
-            self._use_memory = bool(welcome["bulk"]) and self._arena is not None
+            self._memory = self._arena if welcome["bulk"] else None
             self._max_bytes = welcome["max_bytes"]
             self._heartbeat = welcome["heartbeat"]
             self._welcome = self._linked = True

@@ -5,9 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 PENDING, DONE, FAILED = range(3)  # The first is False.
+
+
+class Receiver(Protocol):
+    """Who receives the answers to calls: a client."""
+
+    def wait_for(self, future: Future, timeout: float | None) -> None:
+        """Receives in the calling thread until a future is done, or time is over."""
+
+    def attend(self) -> None:
+        """Receives from now on although nobody waits."""
 
 
 class Future:
@@ -25,26 +35,20 @@ class Future:
     state = PENDING  # For the client, which looks at it often.
     _value: Any = None
 
-    def __init__(
-        self,
-        call: str,
-        wait: Callable[[Future, float | None], None],
-        attend: Callable[[], None] | None = None,
-    ):
+    def __init__(self, call: str, receiver: Receiver):
         self.call = call  # Whom it waits for, for messages.
-        self._wait = wait  # Lets the client receive in the waiting thread.
-        self._attend = attend  # Lets it receive in the background.
+        self._receiver = receiver
 
     def done(self) -> bool:
         """Whether there is a result or an error."""
-        if self.state == PENDING and self._attend:
-            self._attend()
+        if self.state == PENDING:
+            self._receiver.attend()
         return self.state != PENDING
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it is done; False if it is not in time."""
         if self.state == PENDING:
-            self._wait(self, timeout)
+            self._receiver.wait_for(self, timeout)
         return self.state != PENDING
 
     def result(self, timeout: float | None = None) -> Any:
@@ -54,7 +58,7 @@ class Future:
           TimeoutError: it was not done in time; asking again later is fine.
         """
         if not self.state:
-            self._wait(self, timeout)
+            self._receiver.wait_for(self, timeout)
             if not self.state:
                 raise TimeoutError(f"No answer to {self.call} within {timeout} s.")
         if self.state == FAILED:
@@ -75,27 +79,11 @@ class Future:
                 self._callbacks = (*self._callbacks, callback)
         if not pending:
             callback(self)
-        elif self._attend:
-            self._attend()
+        else:
+            self._receiver.attend()
 
-    def set_result(self, value: Any) -> None:
+    def set_result(self, value: Any, state: int = DONE) -> None:
         """Completes the future. For the client."""
-        self._complete(DONE, value)
-
-    def set_error(self, error: BaseException) -> None:
-        """Completes the future with an error. For the client."""
-        self._complete(FAILED, error)
-
-    def block(self, deadline: float | None) -> None:
-        """Waits for another thread to complete it. For the client."""
-        with self._lock:
-            if self.state != PENDING:
-                return
-            if self._event is None:
-                self._event = threading.Event()
-        self._event.wait(None if deadline is None else deadline - time.monotonic())
-
-    def _complete(self, state: int, value: Any) -> None:
         with self._lock:
             if self.state != PENDING:
                 return
@@ -107,3 +95,16 @@ class Future:
             event.set()
         for callback in callbacks:
             callback(self)
+
+    def set_error(self, error: BaseException) -> None:
+        """Completes the future with an error. For the client."""
+        self.set_result(error, FAILED)
+
+    def block(self, deadline: float | None) -> None:
+        """Waits for another thread to complete it. For the client."""
+        with self._lock:
+            if self.state != PENDING:
+                return
+            if self._event is None:
+                self._event = threading.Event()
+        self._event.wait(None if deadline is None else deadline - time.monotonic())

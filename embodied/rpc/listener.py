@@ -71,13 +71,11 @@ class Listener:
         """
         if not self._turn.acquire(blocking=False):
             return False
-        with self._switching:
-            if self._attends and self._switch:
-                self._switch(self._inner, 0)
-                self._attends = False
         try:
             deadline = None if timeout is None else time.monotonic() + timeout
             while future.state == PENDING:
+                if self._attends:
+                    self._rest()
                 if deadline is not None:
                     timeout = deadline - time.monotonic()
                     if timeout <= 0:
@@ -95,6 +93,13 @@ class Listener:
             if not self._attends and not self._turn.locked():
                 self._switch(self._inner, select.POLLIN)
                 self._attends = True
+
+    def _rest(self) -> None:
+        """Lets the background thread sleep, whatever arrives."""
+        if self._switch:
+            with self._switching:
+                self._switch(self._inner, 0)
+                self._attends = False
 
     @property
     def taken(self) -> bool:

@@ -39,9 +39,11 @@ class Loop:
         ]
 
     def start(self) -> None:
-        """Starts the threads."""
-        for thread in self._threads:
-            thread.start()
+        """Starts the threads, unless it is closed already."""
+        with self._changed:
+            if not self._closed:
+                for thread in self._threads:
+                    thread.start()
 
     def run(self, work: Callable[[Any], None], job: Any) -> bool:
         """Runs a job in the thread that leads; False if it does not lead any more."""
@@ -68,10 +70,11 @@ class Loop:
 
     def join(self, deadline: float | None = None) -> bool:
         """Waits for the threads; True if both ended before the deadline."""
-        for thread in self._threads:
+        started = [thread for thread in self._threads if thread.ident is not None]
+        for thread in started:
             left = None if deadline is None else max(0, deadline - time.monotonic())
             thread.join(left)
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in started)
 
     def _main(self, index: int) -> None:
         while not self._closed:

@@ -118,7 +118,7 @@ class PortalClient:
         """
         name = f"{method}:{rows}" if rows else method
         data = portal_wire.encode_call(self._portal, name, args)
-        future = Future(f"'{method}' from {self.addr}", _wait)
+        future = Future(f"'{method}' from {self.addr}", self)
         with self._changed:
             while len(self._calls) >= self.maxinflight and not self._failure:
                 self._changed.wait()
@@ -160,6 +160,17 @@ class PortalClient:
         own = self._socket.thread.thread
         if was_running and threading.current_thread() is not own:
             self._socket.close()
+
+    def wait_for(self, future: Future, timeout: float | None) -> None:
+        """Waits until a future is done or time is over. Of `Receiver`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not future.done():
+            if deadline is not None and time.monotonic() >= deadline:
+                return
+            future.block(deadline)
+
+    def attend(self) -> None:
+        """Does nothing: its thread always listens. Of `Receiver`."""
 
     def __enter__(self) -> PortalClient:
         return self
@@ -231,11 +242,3 @@ class PortalClient:
             future.set_error(wire.WireError(f"an undecodable answer: {error!r}"))
             return
         future.set_result(tree)
-
-
-def _wait(future: Future, timeout: float | None) -> None:
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while not future.done():
-        if deadline is not None and time.monotonic() >= deadline:
-            return
-        future.block(deadline)

@@ -93,8 +93,8 @@ class Spec:
     """
 
     __slots__ = (
+        "_named",
         "encoded",
-        "keys",
         "leaves",
         "method",
         "nbytes",
@@ -117,21 +117,29 @@ class Spec:
         self.nbytes = offset  # Of the payload, each array padded.
         self.room = block_bytes(offset)
         # Of the commonest structure, a dict of arrays, which is quick to build.
-        self.keys: tuple[str, ...] | None = None
-        if structure[0] == "d" and all(child[0] == "a" for child in structure[2]):
-            self.keys = structure[1]
+        self._named: list[tuple] | None = None
+        flat = structure[0] == "d" and all(child[0] == "a" for child in structure[2])
+        if flat and all(leaf.nbytes for leaf in self.leaves):
+            self._named = list(zip(structure[1], self.leaves))
 
     def build(self, buffer: Any, start: int, values: Sequence[Any]) -> Any:
         """Puts the arrays of a payload and plain values together again."""
-        arrays = payload_arrays(self, buffer, start)
-        if self.keys is None or values:
+        if self._named is None or values:
+            arrays = payload_arrays(self, buffer, start)
             return unflatten(self.structure, arrays, values)
-        return dict(zip(self.keys, arrays))
+        return {
+            key: np.ndarray(shape, dtype, buffer, start + offset)
+            for key, (dtype, shape, offset, _) in self._named
+        }
 
 
 def block_bytes(nbytes: int) -> int:
     """The size of a block of memory that so many bytes fit in: a power of two."""
     return 1 << max(12, (nbytes - 1).bit_length())
+
+
+# Spec and plain values of a message, the owner of its bytes, and where arrays begin.
+Payload = tuple[Spec, Sequence[Any], Any, int]
 
 
 class Message(NamedTuple):
@@ -187,8 +195,8 @@ class Codec:
         self._by_bytes: dict[bytes, Spec] = {}
         self._heads: dict[bytes, tuple[int, int, int, int, int]] = {}
         self._plans: dict[str, Plan] = {}
-        # Size, head, kind, spec and start of payload of the last plain frame.
-        self._last: tuple[int, bytes, int, Any, int] = (-1, b"", 0, None, 0)
+        # Size, head, spec in bytes, kind, spec and start of the last plain frame.
+        self._last: tuple[int, bytes, bytes, int, Any, int] = (-1, b"", b"", 0, None, 0)
 
     def spec(self, method: str, structure: tuple) -> Spec:
         """Returns the spec of a structure that `flatten` made."""
@@ -273,12 +281,6 @@ class Codec:
     def decode(self, frame: Any) -> Message:
         """Checks a frame and returns what it says, without touching its arrays."""
         size = len(frame)
-        last = self._last  # Answers to a client mostly look alike.
-        if size == last[0] and frame[:_HEAD_SIZE] == last[1] and type(frame) is bytes:
-            _, _, kind, spec, start = last
-            if frame.startswith(spec.encoded, _PRELUDE_SIZE):
-                (seq,) = SEQ.unpack_from(frame, _HEAD_SIZE)
-                return Message(kind, 0, 0, seq, spec, (), _NO_PLACES, (), frame, start)
         head = bytes(frame[:_HEAD_SIZE])
         known = self._heads.get(head)
         kind, flags, rows, begin, length = known or _read_head(head)
@@ -306,10 +308,26 @@ class Codec:
                 self._heads.clear()
             self._heads[head] = (kind, flags, rows, begin, length)
         if length == begin and not (flags or rows):
-            self._last = (size, head, kind, spec, start)
+            self._last = (size, head, encoded, kind, spec, start)
         return Message(
             kind, flags, rows, seq, spec, values, places, open_calls, frame, start
         )
+
+    def decode_known(self, frame: Any) -> tuple[int, int, int, Payload] | None:
+        """Returns number, kind, flags and contents, if it looks like the last one.
+
+        Answers to a client mostly do.
+        """
+        size, head, encoded, kind, spec, start = self._last
+        if (
+            len(frame) != size
+            or type(frame) is not bytes
+            or not frame.startswith(head)
+            or not frame.startswith(encoded, _PRELUDE_SIZE)
+        ):
+            return None
+        (seq,) = SEQ.unpack_from(frame, _HEAD_SIZE)
+        return None if seq == NO_CALL else (seq, kind, 0, (spec, (), frame, start))
 
     def _parse(self, encoded: bytes) -> Spec:
         data = unpack(encoded)

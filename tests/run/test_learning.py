@@ -61,7 +61,14 @@ def test_all_programs_give_an_agent_the_same_score(tmp_path):
     start(tmp_path / "trained", *flags, "--run.steps", "5e3")
     # From here on it does not change any more.
     flags += ["--run.from_checkpoint", str(tmp_path / "trained" / "ckpt")]
-    flags += ["--agent.opt.lr", "1e-12", "--run.train_ratio", "0.1", "--run.eval_envs", "4"]
+    flags += [
+        "--agent.opt.lr",
+        "1e-12",
+        "--run.train_ratio",
+        "0.1",
+        "--run.eval_envs",
+        "4",
+    ]
     flags += ["--run.steps", "6e3", "--run.report_every", "1"]
     found = {}
     for script, episodes in [("eval_only", 400), ("train_eval", 40), ("parallel", 1)]:

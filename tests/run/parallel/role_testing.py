@@ -53,11 +53,18 @@ def make_args(**changes):
     return elements.Config({**DEFAULTS, **changes})
 
 
-def make_future(name="call"):
-    def block(future, timeout):
+class Waiting:
+    """Who receives answers that a test gives."""
+
+    def wait_for(self, future, timeout):
         future.block(None if timeout is None else time.monotonic() + timeout)
 
-    return Future(name, block)
+    def attend(self):
+        pass
+
+
+def make_future(name="call"):
+    return Future(name, Waiting())
 
 
 class FakeClient:
