@@ -19,6 +19,7 @@ import pickle
 import pickletools
 import re
 import stat
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,10 @@ def read_pickle(path: str | os.PathLike[str]) -> Any:
 
 def loads(data: bytes) -> Any:
     """Returns what a pickle holds; see `read_pickle`."""
-    instructions = _scan(data)
+    with warnings.catch_warnings():
+        # It decodes the arguments of instructions that it refuses, too.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        instructions = _scan(data)
     try:
         result = _Unpickler(io.BytesIO(data)).load()
     except UnsafePickleError:

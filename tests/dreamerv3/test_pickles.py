@@ -357,6 +357,11 @@ def fuzz(data, changes):
     pickle.dump(found, io.BytesIO())
 
 
+def test_what_is_refused_is_not_warned_of():
+    with pytest.raises(UnsafePickleError, match="STRING"):
+        loads(b"S'\\u'\n.")
+
+
 CHANGES = st.lists(
     st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8
 )

@@ -108,7 +108,10 @@ def test_vectors_have_losses_and_error_curves_instead_of_videos():
 @pytest.mark.slow
 def test_every_loss_has_a_gradient_norm_on_request():
     metrics = report_of_vectors(gradients=True)[2]
-    assert all(metrics[f"gradnorm/{name}"] > 0 for name in LOSSES)
+    for name in LOSSES:
+        # The untrained prior is closer to the posterior than what is free of loss.
+        free = name in ("dyn", "rep") and metrics[f"loss/{name}"] == 1.0
+        assert (metrics[f"gradnorm/{name}"] > 0) != free, name
 
 
 @given(st.lists(st.floats(-50, 50), min_size=6, max_size=6), st.integers(0, 5))
