@@ -374,6 +374,7 @@ def test_altered_files_are_refused_or_plain(changes):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @given(CHANGES, st.sampled_from([3, 4, 5]))
 @settings(max_examples=100_000)
 def test_altered_files_are_refused_or_plain_many_times(changes, protocol):
