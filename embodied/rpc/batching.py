@@ -144,7 +144,7 @@ class BatchServer(Server):
             super()._lane_frame(session, frame)
             return
         session.heard = time.monotonic()
-        self._statistics.counts["received_bytes"] += len(frame)
+        self._statistics.counts.received_bytes += len(frame)
         seq = wire.seq_of(frame)
         try:
             if self._begin(session, seq, (), known.method.once):

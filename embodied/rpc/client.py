@@ -75,7 +75,8 @@ class Client(Connection):
         self._calls: dict[int, Call] = {}
         self._waiting = 0  # Threads that wait for one of them to end.
         self._next = 0
-        self._counted = 0  # Calls that were in `stats`.
+        self._counts = self._statistics.counts
+        self._latencies = self._statistics.latencies
         self.attend = self._listener.attend  # Of `Receiver`.
         self._detours: set[int] = set()  # Calls that went over ZeroMQ beside a lane.
         self._thread.start()
@@ -144,14 +145,12 @@ class Client(Connection):
             self._calls[seq] = call
             if self._welcome:
                 self._transmit(seq, call)
-            self._statistics.counts["sent_bytes"] += nbytes
+            self._counts.sent_bytes += nbytes
         return call
 
     def stats(self) -> dict[str, float]:
         """Counts since the last call, open calls, and latencies in seconds."""
-        with self._lock:
-            self._statistics.counts["calls"] = self._next - self._counted
-            self._counted = self._next
+        self._counts.calls = self._next
         return {
             **self._statistics.collect(
                 "calls",
@@ -262,11 +261,11 @@ class Client(Connection):
             if self._waiting:
                 self._changed.notify()
         spec, values, frame, start = reply
-        counts = self._statistics.counts
-        counts["replies"] += 1
-        counts["received_bytes"] += spec.nbytes
-        self._statistics.latencies.append(time.perf_counter() - call.started)
-        if spec.nbytes >= memory.THRESHOLD:
+        nbytes = spec.nbytes
+        self._counts.replies += 1
+        self._counts.received_bytes += nbytes
+        self._latencies.append(time.perf_counter() - call.started)
+        if nbytes >= memory.THRESHOLD:
             self._reply_bytes[call.method] = spec.room
         try:
             if flags & wire.BULK:
@@ -282,7 +281,7 @@ class Client(Connection):
         if kind == wire.REPLY:
             call.set_result(tree)
         else:
-            counts["errors"] += 1
+            self._counts.errors += 1
             call.set_error(RemoteError(**tree))
 
     def _leased(self, call: Call, spec: wire.Spec) -> Any:

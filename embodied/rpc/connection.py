@@ -118,7 +118,11 @@ class Connection:
             if lane is not None and descriptor == lane.fileno:
                 frame = lane.receive()
                 if frame:
-                    self._decode(frame)
+                    known = self._codec.decode_known(frame)
+                    if known is not None:
+                        self._answer(*known)
+                    else:
+                        self._decode(frame)
                 elif frame is not None:
                     self._lane_ended(lane)
             elif descriptor in self._socket_descriptors:
@@ -130,10 +134,6 @@ class Connection:
 
     def _decode(self, frame: Any) -> None:
         try:
-            known = self._codec.decode_known(frame)
-            if known is not None:
-                self._answer(*known)
-                return
             message = self._codec.decode(frame)
             if message.seq == wire.NO_CALL:
                 self._control(message)
@@ -261,7 +261,7 @@ class Connection:
             was_linked, self._linked = self._linked, False
             if not was_linked:
                 return
-            self._statistics.counts["reconnects"] += 1
+            self._statistics.counts.reconnects += 1
         self._lost()
 
     def _refused(self, reason: str) -> None:

@@ -54,9 +54,10 @@ class Lane:
         if len(frame) > MAX_BYTES:
             return False
         try:
-            return self._connection.send(frame) == len(frame)
+            self._connection.send(frame)  # A packet goes out whole or not at all.
         except OSError:
             return False
+        return True
 
     def receive(self) -> bytes | None:
         """Returns the next frame; an empty one at the end; None if there is none."""

@@ -17,11 +17,12 @@ from embodied.rpc.statistics import Statistics
 class Outbox:
     """Encodes answers, keeps them for calls that come twice, and sends them."""
 
+    socket: LockedSocket  # Set when the server starts.
+
     def __init__(self, server: str, codec: wire.Codec, statistics: Statistics):
         self._server = server
         self._codec = codec
-        self._statistics = statistics
-        self.socket: LockedSocket | None = None  # Set when the server starts.
+        self._counts = statistics.counts
 
     def reply(
         self,
@@ -65,7 +66,7 @@ class Outbox:
 
     def exception(self, seq: int, method: str, error: Exception) -> bytes:
         """Encodes what a function raised."""
-        self._statistics.counts["errors"] += 1
+        self._counts.errors += 1
         text = "".join(traceback.format_exception(error))
         message = f"'{method}' of server {self._server} failed: {error}"
         return self.error(seq, "exception", message, type(error).__name__, text)
@@ -88,22 +89,20 @@ class Outbox:
         """Answers a call, for good."""
         session.finish(seq, frame)
         self.send(session, frame)
-        self._statistics.counts["replies"] += 1
+        self._counts.replies += 1
 
     def send(self, session: Session, frame: bytes) -> None:
         """Sends an answer.
 
         A client that is not there gets it when it comes back and asks again.
         """
-        assert self.socket is not None
         lane = session.lane
         sent = lane is not None and lane.send(frame)
         if sent or self.socket.send(frame, session.client):
-            self._statistics.counts["sent_bytes"] += len(frame)
+            self._counts.sent_bytes += len(frame)
 
     def control(self, client: bytes, kind: int, data: Any = None) -> None:
         """Sends a message that answers no call."""
-        assert self.socket is not None
         structure, arrays, values = wire.flatten(data)
         spec = self._codec.spec("", structure)
         frame = self._codec.encode(kind, wire.NO_CALL, spec, values, arrays)

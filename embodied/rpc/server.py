@@ -291,7 +291,7 @@ class Server:
         self._frame(session.client, frame)
 
     def _frame(self, client: bytes, frame: Any) -> None:
-        self._statistics.counts["received_bytes"] += len(frame)
+        self._statistics.counts.received_bytes += len(frame)
         try:
             message = self._codec.decode(frame)
         except wire.WireError as error:
@@ -367,14 +367,14 @@ class Server:
         """Registers a call; False if it is not to be applied, and was answered."""
         state, reply = session.begin(seq, open_calls, once)
         if state == NEW:
-            self._statistics.counts["calls"] += 1
+            self._statistics.counts.calls += 1
             return True
         if state == REFUSED:
             text = f"{session.name} has more than {session.max_inflight} calls open"
             self._statistics.reject("credits", text)
             self._outbox.send(session, self._outbox.error(seq, "credits", text))
         elif reply is not None:
-            self._statistics.counts["repeated"] += 1
+            self._statistics.counts.repeated += 1
             self._outbox.send(session, reply)
         return False
 
@@ -466,7 +466,7 @@ class Server:
         return contextlib.nullcontext(not self._closing.is_set())
 
     def _post_failed(self, error: BaseException) -> None:
-        self._statistics.counts["post_errors"] += 1
+        self._statistics.counts.post_errors += 1
         text = "".join(traceback.format_exception(error))
         log.error("%s: work after a reply failed:\n%s", self.name, text)
 

@@ -82,6 +82,17 @@ class Session:
           once: whether `save` must remember it.
         """
         with self._lock:
+            replies = self._replies
+            next_one = seq == self._highest + 1 and not (open_calls or self._missing)
+            if next_one and all(replies.values()):
+                # The commonest case: the client has all its answers, and asks again.
+                replies.clear()
+                self._once.clear()
+                self._highest = seq
+                replies[seq] = None
+                if once:
+                    self._once.add(seq)
+                return NEW, None
             if seq in self._replies:
                 return REPEATED, self._replies[seq]
             if seq <= self._highest and seq not in self._missing:

@@ -9,10 +9,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
+from dataclasses import dataclass
 
 import numpy as np
 
 log = logging.getLogger("embodied.rpc")
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a server or client has done since its start."""
+
+    calls: int = 0
+    replies: int = 0
+    errors: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    reconnects: int = 0  # Of clients.
+    repeated: int = 0  # Calls that a server got twice.
+    post_errors: int = 0
 
 
 class Statistics:
@@ -21,7 +36,8 @@ class Statistics:
     def __init__(self, name: str):
         self._name = name
         self._since = time.monotonic()
-        self.counts: Counter = Counter()
+        self._told: Counter = Counter()  # The counts that were returned so far.
+        self.counts = Counts()
         self.rejected: Counter = Counter()  # By reason, since the start.
         self.latencies: deque[float] = deque(maxlen=1024)
 
@@ -35,7 +51,9 @@ class Statistics:
     def collect(self, *names: str) -> dict[str, float]:
         """Returns the named counts, the call rate and latencies, and starts anew."""
         now = time.monotonic()
-        counts, self.counts = self.counts, Counter()
+        totals = {name: getattr(self.counts, name) for name in {*names, "calls"}}
+        counts = {name: total - self._told[name] for name, total in totals.items()}
+        self._told.update(counts)
         duration, self._since = max(1e-9, now - self._since), now
         latencies = np.array(self.latencies or [0.0])
         return {

@@ -163,12 +163,11 @@ class Plan:
     Comparing a dict of arrays with it is much cheaper than to take it apart.
     """
 
-    __slots__ = ("_keys", "_looks", "_types", "spec")
+    __slots__ = ("_keys", "_looks", "spec")
 
     def __init__(self, spec: Spec, data: dict[str, Any]):
         self.spec = spec
         self._keys = tuple(data)
-        self._types = list(map(type, data.values()))
         self._looks = list(map(_LOOKS, data.values()))
 
     def arrays(self, data: Any) -> list | None:
@@ -176,10 +175,12 @@ class Plan:
         if type(data) is not dict or tuple(data) != self._keys:
             return None
         arrays = list(data.values())
-        # Loops in C: this runs for every call, in processes whose caches are cold.
-        if list(map(type, arrays)) != self._types:
+        # A loop in C: this runs for every call, in processes whose caches are cold.
+        try:
+            same = list(map(_LOOKS, arrays)) == self._looks
+        except AttributeError:  # Something that is no array.
             return None
-        return arrays if list(map(_LOOKS, arrays)) == self._looks else None
+        return arrays if same else None
 
 
 class Codec:
@@ -313,21 +314,18 @@ class Codec:
             kind, flags, rows, seq, spec, values, places, open_calls, frame, start
         )
 
-    def decode_known(self, frame: Any) -> tuple[int, int, int, Payload] | None:
+    def decode_known(self, frame: bytes) -> tuple[int, int, int, Payload] | None:
         """Returns number, kind, flags and contents, if it looks like the last one.
 
         Answers to a client mostly do.
         """
         size, head, encoded, kind, spec, start = self._last
-        if (
-            len(frame) != size
-            or type(frame) is not bytes
-            or not frame.startswith(head)
-            or not frame.startswith(encoded, _PRELUDE_SIZE)
-        ):
-            return None
-        (seq,) = SEQ.unpack_from(frame, _HEAD_SIZE)
-        return None if seq == NO_CALL else (seq, kind, 0, (spec, (), frame, start))
+        same = len(frame) == size and frame.startswith(head)
+        if same and frame.startswith(encoded, _PRELUDE_SIZE):
+            (seq,) = SEQ.unpack_from(frame, _HEAD_SIZE)
+            if seq != NO_CALL:
+                return seq, kind, 0, (spec, (), frame, start)
+        return None
 
     def _parse(self, encoded: bytes) -> Spec:
         data = unpack(encoded)
@@ -417,7 +415,7 @@ def as_bytes(array: np.ndarray) -> Any:
 
 _PRELUDE_SIZE = PRELUDE.size
 _HEAD_SIZE = PRELUDE.size - SEQ.size
-_LOOKS = operator.attrgetter("dtype", "shape")
+_LOOKS = operator.attrgetter("__class__", "dtype", "shape")
 _NO_PLACES = (NOWHERE, NOWHERE)
 _NO_EXTRA: tuple[tuple[bytes, bytes], Sequence[int], Sequence[Any]]
 _NO_EXTRA = (_NO_PLACES, (), ())
