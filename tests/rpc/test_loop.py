@@ -129,7 +129,7 @@ class TestLoop:
         loop.start()
         started = sum(psutil.Process().cpu_times()[:2])
         time.sleep(1)
-        assert sum(psutil.Process().cpu_times()[:2]) - started < 0.2
+        assert sum(psutil.Process().cpu_times()[:2]) - started < 0.3
         loop.close()
         done.set()
         assert loop.join(time.monotonic() + WAIT)
@@ -211,7 +211,7 @@ class TestBatches:
             other.open().result(WAIT)  # Only this lets the first one end.
             assert future.result(WAIT)["number"] == number
         assert policy.numbers == list(range(len(policy.numbers)))
-        assert inside > 10  # A stall of the machine may make the others.
+        assert inside >= 5  # A stall of the machine makes some run elsewhere.
 
     def test_many_clients_while_the_function_waits_now_and_then(self, served):
         policy, client, other = served

@@ -40,7 +40,7 @@ def mean(scores):
 @pytest.mark.parametrize("script", ["train", "parallel"])
 @pytest.mark.parametrize(
     ("name", "random", "learned", "recent"),
-    [("grid", 0.15, 0.8, 100), ("cartpole", 30, 100, 20)],
+    [("grid", 0.15, 0.8, 100), ("cartpole", 30, 100, 20), ("pendulum", -900, -400, 10)],
 )
 def test_a_small_agent_learns_in_minutes(
     tmp_path, script, name, random, learned, recent
