@@ -40,3 +40,14 @@ def test_example_trains(tmp_path):
 
 def test_example_is_short():
     assert len(EXAMPLE.read_text().splitlines()) < 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # A minute or two on a machine without other work.
+def test_example_learns(tmp_path):
+    command = [sys.executable, EXAMPLE, "--logdir", tmp_path, "--logger.outputs"]
+    subprocess.run([*command, "jsonl"], capture_output=True, check=True)
+    lines = (tmp_path / "scores.jsonl").read_text().splitlines()
+    scores = [json.loads(line)["episode/score"] for line in lines]
+    assert sum(scores[:100]) / 100 < 0.3
+    assert sum(scores[-100:]) / 100 > 0.9
