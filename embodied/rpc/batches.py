@@ -46,6 +46,12 @@ class Kind:
         self.structure = structure
         self.columns = columns  # Of one row.
         self.spare: list[Buffers] = []
+        # Of the commonest arguments, one dict of arrays, which is quick to build.
+        self.names: tuple[str, ...] | None = None
+        match structure:
+            case ("t", (("d", names, children),)):
+                if all(child[0] == "a" for child in children):
+                    self.names = names
 
 
 class Buffers:
@@ -107,7 +113,10 @@ class Batch:
     def arguments(self) -> tuple:
         """The batch as the arguments of its function, arrays [rows, ...]."""
         arrays = [array[: self.rows] for array in self.buffers.arrays]
-        return wire.unflatten(self.key[0].structure, arrays, ())
+        kind = self.key[0]
+        if kind.names is not None:
+            return (dict(zip(kind.names, arrays)),)
+        return wire.unflatten(kind.structure, arrays, ())
 
 
 class Batching:
