@@ -49,8 +49,8 @@ def test_replicas_save_one_checkpoint_and_go_on_from_it(tmp_path):
 @pytest.mark.timeout(900)
 def test_replicas_train_one_agent(tmp_path):
     address = f"localhost:{rpc.free_port()}"
-    flags = ["--random_agent", "False", "--jax.coordinator_address", address]
-    flags += ["--jax.platform", "cpu", "--run.save_every", 1000]
+    flags = ["--random_agent", "False", "--task", "gym_CartPole-v1"]
+    flags += ["--jax.coordinator_address", address, "--run.save_every", 1000]
     run_replicas(tmp_path, *flags, steps=400, seconds=600)
     updates = [
         metrics(tmp_path / folder)["train/opt/updates"][-1]
