@@ -220,8 +220,9 @@ def _draw_group(
             markeredgewidth=0,
         )
         size = window or curves.default_window(len(run.values))
+        begin = min(size, len(run.values)) // 4  # The mean of a few is all chance.
         axes.plot(
-            *(run.steps, curves.running_mean(run.values, size)),
+            *(run.steps[begin:], curves.running_mean(run.values, size)[begin:]),
             color=color,
             linewidth=2.2 if alone else 0.7,
             alpha=1 if alone else 0.45,

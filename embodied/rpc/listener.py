@@ -4,10 +4,10 @@ A thread that waits for a result takes the turn and polls the sockets itself; th
 background thread then stays asleep. On Linux the switch is one change of an epoll
 set, which wakes nobody. Elsewhere both wake up, and one finds nothing.
 
-The change costs as much as sending does. So the background thread stays off until
-somebody needs it: a call beside another, a callback, a look at whether a call is done.
-One call at a time, waited for, needs it never. What else arrives, it finds when it
-sends its next heartbeat.
+The change takes microseconds. So the background thread stays off until somebody needs
+it: a call beside another, a callback, a look at whether a call is done. One call at a
+time, waited for, needs it never. What else arrives, it finds when it sends its next
+heartbeat.
 """
 
 from __future__ import annotations
