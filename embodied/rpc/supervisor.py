@@ -69,6 +69,8 @@ class Supervisor:
       on_restart: called as `on_restart(name, error)` by the supervising thread when a
         restart is decided, before the delay; the error is None if the worker ended
         well. What it raises ends the run.
+      on_failure: called with the error by the supervising thread when a worker has
+        failed for good, before the others are stopped.
     """
 
     def __init__(
@@ -76,10 +78,12 @@ class Supervisor:
         grace: float = 5.0,
         stall_timeout: float = 0.0,
         on_restart: Callable[[str, WorkerError | None], None] | None = None,
+        on_failure: Callable[[RunFailed], None] | None = None,
     ):
         self._grace = grace
         self._stall_timeout = stall_timeout
         self._on_restart = on_restart
+        self._on_failure = on_failure
         self._lock = threading.Lock()
         self._slots: list[_Slot] = []
         self._events: queue.SimpleQueue[tuple[_Slot, Worker] | None]
@@ -173,6 +177,10 @@ class Supervisor:
                 self._kill_hung()
                 self._check_stall()
                 self._wait(deadline)
+        except RunFailed as error:
+            if self._on_failure is not None:
+                self._on_failure(error)
+            raise
         except KeyboardInterrupt:
             self.stop(min(self._grace, INTERRUPTED_GRACE))
             raise

@@ -69,6 +69,7 @@ class TestEnvironments:
     @pytest.mark.parametrize("kind", KINDS)
     def test_one_that_always_fails_ends_the_run(self, tmp_path, kind):
         flags = ["--run.env_timeout", "2", "--run.restarts.env", "1"]
+        flags += ["--run.save_every", "1000"]
         environ = {"FAULT": kind}
         with Run(tmp_path, *flags, task="Faulty", environ=environ) as run:
             assert run.wait() == 1
@@ -81,6 +82,7 @@ class TestEnvironments:
         assert KINDS[kind] in failure
         if kind == "raise":
             assert ", in _raise" in failure  # Where it happened, in the env process.
-        assert manifests(tmp_path)
+        first, last = manifests(tmp_path)  # When it began, and before it ended.
+        assert last.meta["step"] > first.meta["step"]
         steps = check_replay(tmp_path)
-        assert len(steps) <= 2 * ENVS * FAULTY_STEP
+        assert FAULTY_STEP <= len(steps) <= 2 * ENVS * FAULTY_STEP

@@ -475,6 +475,23 @@ class TestRestarts:
             supervisor.run()
         assert next(count) == 3
 
+    def test_a_failure_is_told_before_the_others_are_stopped(self):
+        def look(error):
+            seen.append((error.role, status_of(supervisor, "logger").state))
+
+        def fail():
+            raise ValueError("broken")
+
+        seen = []
+        supervisor = Supervisor(on_failure=look)
+        supervisor.add("logger", "logger", make(wait_forever()), QUICK)
+        supervisor.add("env-0", "env", make(fail), Policy(restarts=0))
+        with pytest.raises(RunFailed, match="broken"):
+            supervisor.run()
+        ((role, state),) = seen
+        assert role == "env" and state != "ended"
+        assert status_of(supervisor, "logger").state == "ended"
+
     def test_stop_during_the_back_off(self):
         decided = threading.Event()
         supervisor = Supervisor(on_restart=lambda *_: decided.set())

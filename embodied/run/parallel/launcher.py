@@ -31,6 +31,7 @@ from embodied.run.parallel.watching import telling_usage
 from embodied.run.signals import stop_on_signals
 
 GRACE = 10.0  # Seconds for roles to end after the agent.
+LAST_SAVE = 60.0  # Seconds for the agent to save when an environment ends the run.
 
 log = logging.getLogger("embodied.run")
 
@@ -71,6 +72,7 @@ def combined(
             grace=GRACE,
             stall_timeout=args.stall_timeout,
             on_restart=functools.partial(_before_restart, args, stop, done),
+            on_failure=functools.partial(_save_first, stop, done),
         )
         dumps = cloudpickle.dumps
         with supervisor:
@@ -225,6 +227,14 @@ def _before_restart(
     if stop.is_set() and name == "agent" and error is not None:
         raise RunFailed(name, error.reason, error.traceback, "agent")
     _tell_restart(args, name, error)
+
+
+def _save_first(stop: threading.Event, done: threading.Event, error: RunFailed) -> None:
+    """Lets the agent save what it has learned before a run ends for its envs."""
+    if error.role == "env" and not stop.is_set():
+        log.warning("Worker %s failed for good. Saving before the end ...", error.name)
+        stop.set()
+        done.wait(LAST_SAVE)
 
 
 def _tell_restart(args: Any, name: str, error: WorkerError | None) -> None:
