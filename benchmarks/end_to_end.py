@@ -77,6 +77,7 @@ def measure_random(options: argparse.Namespace) -> dict[str, Any]:
         "env_steps_ratio": round(ours["env_steps"] / portal["env_steps"], 2),
         "env_steps_per_second": round(ours["env_steps"], 1),
         "portal_env_steps_per_second": round(portal["env_steps"], 1),
+        "learner_duty": None,  # A random agent has no updates that take time.
         "updates_per_second": round(ours["updates"], 2),
         "infrastructure_cpu_percent": round(ours["cpu"], 1),
     }
@@ -94,6 +95,7 @@ def measure_duty(options: argparse.Namespace) -> dict[str, Any]:
     result = run(options, flags, options.seconds or 120.0)
     print(f"  the run: {describe(result)}", flush=True)
     return {
+        "env_steps_ratio": None,  # Only our transport is measured here.
         "learner_duty": round(result["updates"] / bare, 4),
         "updates_per_second": round(result["updates"], 2),
         "bare_updates_per_second": round(bare, 2),
