@@ -14,7 +14,7 @@ EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "remote_envs.sh"
 @pytest.mark.timeout(300)
 def test_example_ends_with_the_run_and_has_steps_of_both_hosts(tmp_path):
     flags = ["--configs", "debug", "--random_agent", "True", "--task", "dummy_disc"]
-    flags += ["--run.steps", "2000", "--run.log_every", "1"]
+    flags += ["--run.steps", "20000", "--run.log_every", "0.5"]
     flags += ["--run.report_every", "0", "--logger.outputs", "jsonl"]
     environ = {**os.environ, "PYTHON": sys.executable}
     environ["XDG_CONFIG_HOME"] = str(tmp_path / "config")

@@ -32,7 +32,7 @@ def run_replicas(logdir, *argv, steps, seconds=WAIT):
 
 
 def test_replicas_save_one_checkpoint_and_go_on_from_it(tmp_path):
-    run_replicas(tmp_path, steps=400)
+    run_replicas(tmp_path, steps=3000)
     first = Saved(tmp_path)
     for name in ("replay", "limiter", "logger"):
         for index in range(COUNT):
@@ -40,7 +40,7 @@ def test_replicas_save_one_checkpoint_and_go_on_from_it(tmp_path):
     steps = [first[f"logger/{index:05}"]["step"] for index in range(COUNT)]
     assert min(steps) > 0 and first.step == sum(steps)
     assert metrics(tmp_path / "replicas" / "00001")["fps/env"]
-    for shown in run_replicas(tmp_path, steps=800):
+    for shown in run_replicas(tmp_path, steps=6000):
         assert f"Continuing at step {first.step}, from checkpoint {first.tag}" in shown
     assert Saved(tmp_path).step > first.step
 

@@ -49,7 +49,9 @@ def check_run(logdir, steps=300):
     ids=["envs_per_worker", "agent_process", "portal"],
 )
 def test_one_command_runs(tmp_path, flags, roles):
-    with Program(*small(tmp_path, *flags)) as program:
+    # Long enough to be logged, and no longer than portal can bear.
+    steps = 300 if "portal" in flags else 2000
+    with Program(*small(tmp_path, *flags, steps=steps)) as program:
         seen = set()
         wait_until(
             lambda: seen.update(program.roles()) or not program.running, program=program
