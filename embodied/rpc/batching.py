@@ -171,7 +171,7 @@ class BatchServer(Server):
 
     def _after_receive(self) -> None:
         while (job := self._next_own()) is not None:
-            if not self._loop.run(self._run_batch, job):
+            if not self._loop.run(self._run_own, job):
                 with self._batch_lock:
                     self._dispatch(job[0])
                 return
@@ -217,18 +217,30 @@ class BatchServer(Server):
         if len(job) != 2:
             super()._work(job)
             return
-        self._run_batch(job)
-        with self._batch_lock:
-            self._dispatch(job[0])
+        try:
+            self._run_batch(job)
+        finally:
+            with self._batch_lock:
+                self._dispatch(job[0])
+
+    def _run_own(self, job: tuple[Method, Batch]) -> None:
+        try:
+            self._run_batch(job)
+        except Exception:
+            self._mistake()  # The loop has others to serve.
 
     def _run_batch(self, job: tuple[Method, Batch]) -> None:
         method, batch = job
         started = time.perf_counter()
-        after, info = self._work_batch(method, batch)
-        if batch.ticket is not None:
-            self._post.put(batch.ticket, after, info)
-        with self._batch_lock:
-            method.batching.end(batch, time.perf_counter() - started)
+        after = info = None
+        try:
+            after, info = self._work_batch(method, batch)
+        finally:
+            # Whatever happened: the next batch, and what comes after replies, waits.
+            if batch.ticket is not None:
+                self._post.put(batch.ticket, after, info)
+            with self._batch_lock:
+                method.batching.end(batch, time.perf_counter() - started)
 
     def _work_batch(self, method: Method, batch: Batch) -> tuple[Any, Any]:
         after = info = None

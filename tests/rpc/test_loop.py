@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from embodied.rpc import BatchServer, Client, free_port
-from embodied.rpc.batches import QUICK_RUNS, QUICK_SECONDS
+from embodied.rpc.batches import QUICK_RUNS
 from embodied.rpc.loop import LATE, Loop
 
 WAIT = 10
@@ -160,6 +160,7 @@ def served():
     with server, Client(port) as client, Client(port) as other:
         client.connect(WAIT)
         other.connect(WAIT)
+        policy.server = server
         yield policy, client, other
 
 
@@ -197,7 +198,6 @@ class TestBatches:
         assert not set(policy.threads[-3:]) & set(LOOP)
         policy.gate = gate
         until_quick(policy, client)  # It is quick again.
-        assert 2 * LATE > QUICK_SECONDS
 
     def test_a_function_that_waits_keeps_nobody_from_being_served(self, served):
         policy, client, other = served
@@ -241,6 +241,24 @@ class TestBatches:
         assert not failures
         wanted = [*range(200), *range(1000, 1200)]
         assert sorted(policy.numbers) == wanted  # Each was applied once.
+
+    @pytest.mark.parametrize("quick", [False, True])
+    def test_a_mistake_of_the_server_itself_costs_one_batch(
+        self, served, monkeypatch, quick
+    ):
+        policy, client, other = served
+        number = until_quick(policy, client) if quick else 0
+        outbox = policy.server._outbox
+
+        def fail(*args):
+            monkeypatch.undo()
+            raise OSError("one of ours")
+
+        monkeypatch.setattr(outbox, "finish", fail)
+        lost = act(client, number)
+        wait_until(lambda: len(policy.numbers) == number + 1)
+        assert act(other, 100).result(WAIT)["number"] == 100
+        assert not lost.wait(0)
 
     def test_a_server_can_be_closed_while_its_loop_thread_waits(self):
         policy, port = Policy(), free_port()
