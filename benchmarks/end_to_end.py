@@ -2,11 +2,12 @@
 
     python -m benchmarks.end_to_end                            # Two cores, no device.
     python -m benchmarks.end_to_end --duty --ratio 512 --envs 16     # One accelerator.
+    python -m benchmarks.end_to_end --duty --cases 512:16 32:64:4    # Several of them.
 
 Without `--duty`: a random agent and dummy environments, over our transport and over
 portal. With it: learner duty, which is updates per second of a run, divided by those
 of a bare loop of `agent.train` on one batch that stays on the device. The last line is
-one JSON object.
+one JSON object; with `--cases` there is one for each.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -34,8 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.bare:
         print(json.dumps({"updates_per_second": bare_loop(options)}))
         return 0
-    result = measure_duty(options) if options.duty else measure_random(options)
-    print(json.dumps(result))
+    if options.duty:
+        measure_duty(options)
+    else:
+        print(json.dumps(measure_random(options)))
     return 0
 
 
@@ -55,6 +58,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=None,
         help="train ratio; default: 32 for duty, else 1, so that collecting counts",
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="*",
+        default=(),
+        metavar="RATIO:ENVS[:PER_WORKER]",
+        help="cases for --duty, instead of --ratio, --envs and --per-worker",
     )
     parser.add_argument("--seconds", type=float, default=0.0, help="length of a run")
     parser.add_argument("--flags", default="", help="further flags of the run")
@@ -83,26 +93,45 @@ def measure_random(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure_duty(options: argparse.Namespace) -> dict[str, Any]:
-    """Compares updates per second of a run and of the bare loop."""
+def measure_duty(options: argparse.Namespace) -> None:
+    """Prints updates per second of runs, divided by those of the bare loop."""
     command = [sys.executable, "-m", "benchmarks.end_to_end", "--bare"]
     command += ["--size", options.size, "--task", options.task]
     command += ["--flags", options.flags]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     bare = json.loads(output.splitlines()[-1])["updates_per_second"]
     print(f"bare loop: {bare:.2f} updates/s", flush=True)
-    flags = ["--configs", options.size]
-    result = run(options, flags, options.seconds or 120.0)
-    print(f"  the run: {describe(result)}", flush=True)
-    return {
-        "env_steps_ratio": None,  # Only our transport is measured here.
-        "learner_duty": round(result["updates"] / bare, 4),
-        "updates_per_second": round(result["updates"], 2),
-        "bare_updates_per_second": round(bare, 2),
-        "env_steps_per_second": round(result["env_steps"], 1),
-        "infrastructure_cpu_percent": round(result["cpu"], 1),
-        "bottleneck": result["bottleneck"],
-    }
+    for case in cases(options):
+        result = run(case, ["--configs", case.size], case.seconds or 120.0)
+        print(f"  the run: {describe(result)}", flush=True)
+        figures = {
+            "train_ratio": case.ratio,
+            "envs": case.envs,
+            "env_steps_ratio": None,  # Only our transport is measured here.
+            "learner_duty": round(result["updates"] / bare, 4),
+            "updates_per_second": round(result["updates"], 2),
+            "bare_updates_per_second": round(bare, 2),
+            "env_steps_per_second": round(result["env_steps"], 1),
+            "infrastructure_cpu_percent": round(result["cpu"], 1),
+            "bottleneck": result["bottleneck"],
+        }
+        print(json.dumps(figures), flush=True)
+
+
+def cases(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """Yields the options of each case."""
+    if not options.cases:
+        yield options
+    for case in options.cases:
+        ratio, envs, *rest = case.split(":")
+        yield argparse.Namespace(
+            **{
+                **vars(options),
+                "ratio": float(ratio),
+                "envs": int(envs),
+                "per_worker": int(rest[0]) if rest else 1,
+            }
+        )
 
 
 def run(

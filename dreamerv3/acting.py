@@ -92,6 +92,19 @@ class ActingAgent(Agent):
         Raises:
           ValueError: weights are missing or have other shapes, or nothing matches.
         """
+        chosen = self.weights(data, regex)
+        if len(chosen) < len(self._leaves):
+            fresh = jax.jit(self._init)(jax.random.key(self._seed))
+            chosen = {**dict(zip(self._leaves, jax.tree.leaves(fresh))), **chosen}
+        values = [np.asarray(chosen[name]) for name in self._leaves]
+        self._parameters.publish(devices.put(values, self._shardings))
+        self._loaded = True
+
+    def weights(self, data: Tree, regex: str | None = None) -> dict[str, Array]:
+        """Returns the weights that acting needs, in the dtypes that it uses.
+
+        Arguments and errors are those of `load`.
+        """
         names = [name for name in self._leaves if loading.matches(regex, name)]
         if not names:
             raise ValueError(
@@ -100,16 +113,10 @@ class ActingAgent(Agent):
             )
         shapes = {name: self._leaves[name].shape for name in names}
         given = {name: data["params"][name] for name in names if name in data["params"]}
-        chosen = loading.choose(given, shapes, None)
-        if len(chosen) < len(self._leaves):
-            fresh = jax.jit(self._init)(jax.random.key(self._seed))
-            chosen = {**dict(zip(self._leaves, jax.tree.leaves(fresh))), **chosen}
-        values = [
-            np.asarray(chosen[name]).astype(leaf.dtype)
-            for name, leaf in self._leaves.items()
-        ]
-        self._parameters.publish(devices.put(values, self._shardings))
-        self._loaded = True
+        return {
+            name: np.asarray(value).astype(self._leaves[name].dtype)
+            for name, value in loading.choose(given, shapes, None).items()
+        }
 
     def init_policy(self, batch_size: int) -> Tree:
         """Returns the carry of environments before their first step, on the device."""

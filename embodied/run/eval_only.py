@@ -14,7 +14,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from embodied.base import Agent, Array
@@ -45,12 +45,14 @@ class Evaluation:
       scores: of all episodes.
       lengths: of all episodes, in actions.
       wanted: number of episodes that were to be played.
+      largest: of all episodes, the largest value of each scalar key `log/...`.
     """
 
     step: int
     scores: tuple[float, ...]
     lengths: tuple[float, ...]
     wanted: int
+    largest: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
 
     @property
     def mean_score(self) -> float | None:
@@ -157,7 +159,7 @@ def eval_only(
         if not meter.idle:
             log()
     scores, lengths = evaluator.scores, evaluator.lengths
-    result = Evaluation(step, tuple(scores), tuple(lengths), amount)
+    result = Evaluation(step, tuple(scores), tuple(lengths), amount, evaluator.largest)
     print(result, flush=True)
     path = write_result(args.logdir, args.from_checkpoint, result, videos)
     print(f"Written to {path}", flush=True)
@@ -192,6 +194,10 @@ def write_result(
         "mean_length": statistics.fmean(result.lengths) if result.lengths else None,
         "scores": [_for_json(score) for score in result.scores],
         "lengths": result.lengths,
+        "largest": {
+            key: [_for_json(value) for value in values]
+            for key, values in sorted(result.largest.items())
+        },
         "videos": sorted(names.values()),
     }
     write_file(logdir, f"{stem}.json", json.dumps(content).encode())

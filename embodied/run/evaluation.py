@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, Self
+
+import numpy as np
 
 from embodied.base import Agent, Array
 from embodied.driver import Driver
@@ -41,8 +44,10 @@ class Evaluator:
         replay: Replay | None = None,
     ):
         self.steps = 0
-        self.scores: list[float] = []  # Since `begin`, as are the lengths.
+        # By episode since `begin`; `largest` is that of each scalar key `log/...`.
+        self.scores: list[float] = []
         self.lengths: list[float] = []
+        self.largest: dict[str, list[float]] = {}
         self._agent = agent
         self._policy = functools.partial(agent.policy, mode="eval")
         self._driver = driver
@@ -51,6 +56,8 @@ class Evaluator:
         self._episodes = episodes
         self._replay = replay
         self._left = [0] * len(driver)  # Episodes to come, by environment.
+        # Largest values in the episode that is played, by environment.
+        self._running: list[dict[str, float]] = [{} for _ in range(len(driver))]
         driver.on_step(self._add)
 
     def __enter__(self) -> Self:
@@ -68,7 +75,8 @@ class Evaluator:
         """Begins anew: with the first episode of each environment."""
         share, rest = divmod(self._amount, len(self._left))
         self._left = [share + (worker < rest) for worker in range(len(self._left))]
-        self.scores, self.lengths = [], []
+        self.scores, self.lengths, self.largest = [], [], {}
+        self._running = [{} for _ in self._running]
         self._driver.reset(self._agent.init_policy)
 
     def play(self) -> int:
@@ -82,8 +90,15 @@ class Evaluator:
             self._replay.add(transition, worker)
         if not self._left[worker]:
             return
+        running = self._running[worker]
+        for key, value in transition.items():
+            if key.startswith("log/") and not np.ndim(value):
+                running[key] = max(running.get(key, -math.inf), float(value))
         for metrics in self._episodes.add(transition, worker, is_eval=True):
             self._left[worker] -= 1
             self.scores.append(metrics["eval_episode/score"])
             self.lengths.append(metrics["eval_episode/length"])
+            for key, value in running.items():
+                self.largest.setdefault(key, []).append(value)
+            running.clear()
             self._logger.add(metrics)

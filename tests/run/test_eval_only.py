@@ -77,7 +77,32 @@ def test_results_are_written_as_json(trained, tmp_path, capsys):
         "mean_length": 5.0,
         "scores": [15.0] * 3,
         "lengths": [5] * 3,
+        "largest": {"log/count": [5.0] * 3},
         "videos": [],
+    }
+
+
+class Declining(Task):
+    """Logs a value that is largest at the start, and differs between episodes."""
+
+    @property
+    def obs_space(self):
+        logs = {"log/energy": embodied.Space(np.float32)}
+        return {**super().obs_space, **logs, "log/map": embodied.Space(np.uint8, (2,))}
+
+    def step(self, action):
+        obs = super().step(action)
+        _, episode, count = obs["where"]
+        energy = np.float32(10 * episode - count)
+        return {**obs, "log/energy": energy, "log/map": np.zeros(2, np.uint8)}
+
+
+def test_the_largest_value_of_each_episode_is_kept_by_key(trained, tmp_path):
+    parts = Parts(tmp_path, from_checkpoint=str(trained), envs=1, eval_eps=3)
+    parts.task = Declining
+    assert parts.eval_only().largest == {
+        "log/count": [float(LENGTH)] * 3,
+        "log/energy": [0.0, 10.0, 20.0],
     }
 
 
