@@ -8,14 +8,13 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 
+from embodied.envs.keys import SIGNALS
 from embodied.jax import values
 from embodied.jax.build import Builder, Recipes
 from embodied.jax.heads import NamedSpaces
 from embodied.jax.nets import Array, activate, symlog
 from embodied.jax.resampling import pooled_conv
 
-# Observations that are no network inputs.
-SIGNALS = ("reward", "is_first", "is_last", "is_terminal")
 SMALLEST_MAP, LARGEST_MAP = 3, 16  # Sides of the smallest feature map.
 # Channels up to which a convolution is quicker on the pooled map, with four times
 # as many.

@@ -21,13 +21,12 @@ from dreamerv3.conversion import ActionConverter
 from dreamerv3.spaces import spaces_from_tree
 from embodied.base import Agent, Array, Spaces, Tree
 from embodied.checkpoint import CheckpointError
+from embodied.envs.keys import SIGNALS
 from embodied.run.saving import SavedAgent, read_agent
 from embodied.space import Space
 from embodied.wrappers.base import bounds, brief
 
 MODES = ("eval", "train")
-# Observations that tell about the episode, and which the policy need not be given.
-SIGNALS = ("reward", "is_first", "is_last", "is_terminal")
 
 
 def load(
@@ -102,6 +101,7 @@ class Policy:
         step: int = 0,
         converter: ActionConverter | None = None,
     ):
+        # The policy need not be given what tells about the episode.
         self.obs_space = {k: v for k, v in obs_space.items() if k not in SIGNALS}
         self.act_space = dict(converter.spaces if converter else act_space)
         self.step = step

@@ -11,7 +11,7 @@ Everything here is a pure function of arrays, to be compiled by the caller:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -20,9 +20,10 @@ import jax.numpy as jnp
 
 from dreamerv3.cell import flat
 from dreamerv3.decoder import Decoder, make_decoder
-from dreamerv3.encoder import SIGNALS, Encoder, make_encoder
+from dreamerv3.encoder import Encoder, make_encoder
 from dreamerv3.rssm import RSSM, Latent, make_rssm
 from dreamerv3.settings import LOSSES, Settings, make_settings
+from embodied.envs.keys import SIGNALS
 from embodied.jax import values
 from embodied.jax.build import Builder, Recipes, draw
 from embodied.jax.heads import (
@@ -242,7 +243,7 @@ def unpack_latent(params: Model, deter: Array, stoch: Array) -> Latent:
     return {"deter": deter.astype(cell.dtype), "stoch": stoch.astype(cell.dtype)}
 
 
-def named_spaces(spaces: Mapping[str, Any], without: tuple[str, ...]) -> NamedSpaces:
+def named_spaces(spaces: Mapping[str, Any], without: Container[str]) -> NamedSpaces:
     """Spaces sorted by key, without those named."""
     return tuple(
         (key, Space.of(spaces[key])) for key in sorted(spaces) if key not in without

@@ -10,6 +10,7 @@ from ale_py import roms
 from PIL import Image
 
 from embodied.base import Array, Env, Spaces
+from embodied.envs.keys import SIGNALS
 from embodied.envs.registry import UnknownTask
 from embodied.space import Space
 
@@ -108,10 +109,7 @@ class Atari(Env):
         """An image of one or three channels."""
         return {
             "image": Space(np.uint8, (*self._size, 1 if self._gray else 3)),
-            "reward": Space(np.float32),
-            "is_first": Space(bool),
-            "is_last": Space(bool),
-            "is_terminal": Space(bool),
+            **SIGNALS,
         }
 
     @property

@@ -10,6 +10,7 @@ import numpy as np
 from crafter import constants
 
 from embodied.base import Array, Env, Spaces
+from embodied.envs.keys import SIGNALS
 from embodied.envs.registry import UnknownTask
 from embodied.space import Space
 
@@ -54,10 +55,7 @@ class Crafter(Env):
         logs = [f"log/achievement_{name}" for name in self._achievements]
         return {
             "image": Space(np.uint8, self._shape),
-            "reward": Space(np.float32),
-            "is_first": Space(bool),
-            "is_last": Space(bool),
-            "is_terminal": Space(bool),
+            **SIGNALS,
             **{key: Space(np.float32) for key in logs},
             **({"log/reward": Space(np.float32)} if self._logs else {}),
         }

@@ -8,6 +8,7 @@ import deepmind_lab
 import numpy as np
 
 from embodied.base import Array, Env, Spaces
+from embodied.envs.keys import SIGNALS
 from embodied.space import Space
 
 FOLDER = "contributed/dmlab30/"
@@ -74,10 +75,7 @@ class DMLab(Env):
         return {
             "image": Space(np.uint8, (*self._size, 3)),
             **(words if self._instructed else {}),
-            "reward": Space(np.float32),
-            "is_first": Space(bool),
-            "is_last": Space(bool),
-            "is_terminal": Space(bool),
+            **SIGNALS,
         }
 
     @property

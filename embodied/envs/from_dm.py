@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from embodied.base import Array, Env, Spaces
-from embodied.envs.keys import UnsupportedSpace, check_keys
+from embodied.envs.keys import SIGNALS, UnsupportedSpace, check_keys
 from embodied.envs.registry import UnknownTask, find_factory
 from embodied.space import Space
 
@@ -83,10 +83,7 @@ class FromDM(Env):
         """The flattened observation spec."""
         return {
             **{leaf.key: leaf.space for leaf in self._obs_leaves},
-            "reward": Space(np.float32),
-            "is_first": Space(bool),
-            "is_last": Space(bool),
-            "is_terminal": Space(bool),
+            **SIGNALS,
         }
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from embodied.base import Array, Env, Spaces
-from embodied.envs.keys import UnsupportedSpace, check_keys
+from embodied.envs.keys import SIGNALS, UnsupportedSpace, check_keys
 from embodied.envs.registry import MissingExtra, UnknownTask
 from embodied.space import Space
 
@@ -91,10 +91,7 @@ class FromGym(Env):
         return {
             **{leaf.key: leaf.space for leaf in self._obs_leaves},
             **{f"log/{key}": Space(np.float32) for key in self._info_keys},
-            "reward": Space(np.float32),
-            "is_first": Space(bool),
-            "is_last": Space(bool),
-            "is_terminal": Space(bool),
+            **SIGNALS,
         }
 
     @property

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
+from embodied.space import Space
+
+# What every environment tells about its episodes, beside its own observations.
+SIGNALS = {
+    "reward": Space(np.float32),
+    "is_first": Space(bool),
+    "is_last": Space(bool),
+    "is_terminal": Space(bool),
+}
 # Keys of a transition that are not observations or actions.
 RESERVED = (
-    *("reward", "is_first", "is_last", "is_terminal", "reset"),
+    *(*SIGNALS, "reset"),
     *("consec", "stepid", "seed", "envid", "is_eval"),
 )
 RESERVED_PREFIXES = ("log/", "dyn/")

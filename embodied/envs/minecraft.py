@@ -8,6 +8,7 @@ import numpy as np
 
 from embodied.base import Array, Env, Spaces
 from embodied.envs import minecraft_spec as spec
+from embodied.envs.keys import SIGNALS
 from embodied.envs.registry import UnknownTask
 from embodied.space import Space
 
@@ -96,10 +97,7 @@ class Minecraft(Env):
             "health": Space(np.float32),
             "hunger": Space(np.float32),
             "breath": Space(np.float32),
-            "reward": Space(np.float32),
-            "is_first": Space(bool),
-            "is_last": Space(bool),
-            "is_terminal": Space(bool),
+            **SIGNALS,
             **(logs if self._logs else {}),
         }
 

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from embodied.base import Array, Env, Spaces
+from embodied.envs.keys import SIGNALS
 from embodied.envs.registry import UnknownTask
 from embodied.space import Space
 
@@ -51,10 +52,7 @@ class MiniGrid(Env):
         return {
             "image": Space(np.uint8, (*self._size, 3)),
             "direction": Space(np.int32, (), 0, 4),
-            "reward": Space(np.float32),
-            "is_first": Space(bool),
-            "is_last": Space(bool),
-            "is_terminal": Space(bool),
+            **SIGNALS,
         }
 
     @property

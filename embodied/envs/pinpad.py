@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from embodied.base import Env, Spaces
+from embodied.envs.keys import SIGNALS
 from embodied.envs.registry import UnknownTask
 from embodied.space import Space
 
@@ -120,10 +121,7 @@ class PinPad(Env):
         shape = ((HEIGHT + HISTORY) * height, WIDTH * width, 3)
         return {
             "image": Space(np.uint8, shape),
-            "reward": Space(np.float32),
-            "is_first": Space(bool),
-            "is_last": Space(bool),
-            "is_terminal": Space(bool),
+            **SIGNALS,
         }
 
     @property

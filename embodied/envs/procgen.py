@@ -9,6 +9,7 @@ import procgen
 from PIL import Image
 
 from embodied.base import Array, Env, Spaces
+from embodied.envs.keys import SIGNALS
 from embodied.envs.registry import UnknownTask
 from embodied.space import Space
 
@@ -63,10 +64,7 @@ class ProcGen(Env):
         """An image."""
         return {
             "image": Space(np.uint8, (*self._size, 3)),
-            "reward": Space(np.float32),
-            "is_first": Space(bool),
-            "is_last": Space(bool),
-            "is_terminal": Space(bool),
+            **SIGNALS,
         }
 
     @property

@@ -16,12 +16,12 @@ import numpy as np
 
 from embodied.base import Agent, Array
 from embodied.clock import LocalClock
+from embodied.envs.keys import SIGNALS
 from embodied.rpc import Disconnected
 from embodied.run.parallel import wiring
 from embodied.run.parallel.carries import Slots, make_table
 from embodied.run.parallel.ending import Ending
 
-SIGNALS = ("reward", "is_first", "is_last", "is_terminal")
 INFLIGHT = 4  # Batches that may wait for the replay, or the logger, to take them.
 GOODBYE_SECONDS = 3.0  # For workers to learn that the run is over.
 
