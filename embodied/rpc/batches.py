@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embodied.rpc import wire
+from embodied.rpc import layout, wire
 from embodied.rpc.session import Session
 
 MAX_ROUTES = 512  # Specs whose check is remembered.
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 class Kind:
     """Rows of one structure, and buffers that earlier batches of them have left."""
 
-    def __init__(self, structure: tuple, columns: list[wire.Leaf]):
+    def __init__(self, structure: tuple, columns: list[layout.Leaf]):
         self.structure = structure
         self.columns = columns  # Of one row.
         self.spare: list[Buffers] = []
@@ -141,10 +141,10 @@ class Batching:
         self._quick = 0  # Rises with every run that was quick, and falls faster.
         self.filling: dict[tuple[Kind, Any], Batch] = {}
         self.full: list[Batch] = []
-        self._routes: dict[tuple[wire.Spec, int], Kind] = {}
+        self._routes: dict[tuple[layout.Spec, int], Kind] = {}
         self._kinds: dict[tuple, Kind] = {}
 
-    def route(self, spec: wire.Spec, rows: int) -> Kind:
+    def route(self, spec: layout.Spec, rows: int) -> Kind:
         """Returns what kind of rows a call has. The loop thread, without the lock.
 
         Raises:
@@ -160,7 +160,7 @@ class Batching:
             structure = row_structure(spec, rows)
             kind = self._kinds.get(structure)
             if kind is None:
-                kind = Kind(structure, wire.Spec("", structure, b"").leaves)
+                kind = Kind(structure, layout.Spec("", structure, b"").leaves)
                 self._kinds[structure] = kind
             self._routes[spec, rows] = kind
         return kind
@@ -223,7 +223,7 @@ class Batching:
         deadlines = [batch.deadline for batch in self.filling.values()]
         return min((x for x in deadlines if x > now), default=None)
 
-    def _check(self, spec: wire.Spec, rows: int) -> None:
+    def _check(self, spec: layout.Spec, rows: int) -> None:
         if rows > self.limit:
             raise wire.WireError(
                 f"a stack of {rows} rows is larger than a batch of {self.limit}"
@@ -235,7 +235,7 @@ class Batching:
                 )
 
 
-def row_structure(spec: wire.Spec, rows: int) -> tuple:
+def row_structure(spec: layout.Spec, rows: int) -> tuple:
     """The structure of one row of a stack; of the call itself if it is no stack."""
     if not rows:
         return spec.structure

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from embodied.rpc import memory, wire
+from embodied.rpc import layout, memory, wire
 from embodied.rpc.batches import (
     Batch,
     Batching,
@@ -125,7 +125,7 @@ class BatchServer(Server):
         mapping, reply_memory = self._memory(session, message)
         if mapping is None:
             source, start = message.frame, message.start
-            sources = wire.payload_slices(spec, source, start)
+            sources = layout.payload_slices(spec, source, start)
         else:
             source, start = mapping.pages, 0
             sources = mapping.slices(spec)

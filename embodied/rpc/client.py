@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from embodied.rpc import auth, memory, sockets, wire
+from embodied.rpc import auth, layout, memory, sockets, wire
 from embodied.rpc.calls import Call, Disconnected, RemoteError
 from embodied.rpc.connection import Connection
 from embodied.rpc.future import PENDING, Future
@@ -208,7 +208,7 @@ class Client(Connection):
         self,
         call: Call,
         seq: int,
-        spec: wire.Spec,
+        spec: layout.Spec,
         values: Sequence[Any],
         arrays: list,
         rows: int,
@@ -284,7 +284,7 @@ class Client(Connection):
             self._counts.errors += 1
             call.set_error(RemoteError(**tree))
 
-    def _leased(self, call: Call, spec: wire.Spec) -> Any:
+    def _leased(self, call: Call, spec: layout.Spec) -> Any:
         """The memory which was offered for a reply, and which it lies in."""
         if call.reply is None or call.reply.size < spec.nbytes:
             raise wire.WireError("a reply in memory that was not offered")

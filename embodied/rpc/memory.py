@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.rpc import wire
+from embodied.rpc import layout, wire
 
 AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 THRESHOLD = 4096  # Bytes of arrays from which memory is faster than the frame.
@@ -87,7 +87,7 @@ class Block:
             raise
         self.place = wire.PLACE.pack(number, self.fileno, size)  # For the other side.
         self.lease: Any = None
-        self._spec: wire.Spec | None = None  # Of the last request, as are all below.
+        self._spec: layout.Spec | None = None  # Of the last request, as are all below.
         self._rows = 0
         self._arrays: list[np.ndarray] = []
         self._head: bytes = b""
@@ -115,7 +115,7 @@ class Block:
         self._held.discard(self)
         self.free()
 
-    def fill(self, spec: wire.Spec, arrays: list[np.ndarray], rows: int) -> None:
+    def fill(self, spec: layout.Spec, arrays: list[np.ndarray], rows: int) -> None:
         """Copies the arguments of a call to where they belong."""
         if spec is not self._spec or rows != self._rows:
             self._prepare(spec, rows)  # It mostly has the same use again.
@@ -126,8 +126,8 @@ class Block:
         """The frame of the call that was filled in, for a client with no other."""
         return self._head + _PACK(seq) + self._tail
 
-    def _prepare(self, spec: wire.Spec, rows: int) -> None:
-        self._arrays = wire.payload_arrays(spec, self.pages)
+    def _prepare(self, spec: layout.Spec, rows: int) -> None:
+        self._arrays = layout.payload_arrays(spec, self.pages)
         places = (self.place, wire.NOWHERE)
         frame = wire.Codec.encode(wire.CALL, 0, spec, (), [], rows, places, (), True)
         end = wire.PRELUDE.size
@@ -151,7 +151,7 @@ class Arena:
         self._lock = threading.Lock()
 
     def allocate(self, size: int) -> Block | None:
-        """Returns a block, of `wire.block_bytes`, or None where memory is short."""
+        """Returns a block, of `layout.block_bytes`, or None where memory is short."""
         free = self._free.get(size)
         if free:
             try:
@@ -171,13 +171,13 @@ class Arena:
         return block
 
 
-def write(target: memoryview, spec: wire.Spec, arrays: list[np.ndarray]) -> None:
+def write(target: memoryview, spec: layout.Spec, arrays: list[np.ndarray]) -> None:
     """Copies arrays into memory."""
     for array, leaf in zip(arrays, spec.leaves):
         _write_one(target, leaf, array)
 
 
-def write_made(target: memoryview, spec: wire.Spec, arrays: list[np.ndarray]) -> None:
+def write_made(target: memoryview, spec: layout.Spec, arrays: list[np.ndarray]) -> None:
     """Copies arrays into memory in which some of them may lie already."""
     whole = np.frombuffer(target, np.uint8)
     base = whole.ctypes.data
@@ -193,10 +193,10 @@ def write_made(target: memoryview, spec: wire.Spec, arrays: list[np.ndarray]) ->
         _write_one(target, leaf, array)
 
 
-def _write_one(target: memoryview, leaf: wire.Leaf, array: np.ndarray) -> None:
+def _write_one(target: memoryview, leaf: layout.Leaf, array: np.ndarray) -> None:
     end = leaf.offset + leaf.nbytes
     if leaf.nbytes < _RELEASE_FROM:
-        target[leaf.offset : end] = wire.as_bytes(array)
+        target[leaf.offset : end] = layout.as_bytes(array)
     else:
         # NumPy lets other threads run while it copies.
         place = np.frombuffer(target[leaf.offset : end], leaf.dtype)
@@ -210,13 +210,13 @@ class Mapping:
 
     def __init__(self, pages: mmap.mmap):
         self.pages = pages
-        self._spec: wire.Spec | None = None
+        self._spec: layout.Spec | None = None
         self._slices: list[memoryview] = []
 
-    def slices(self, spec: wire.Spec) -> list[memoryview]:
+    def slices(self, spec: layout.Spec) -> list[memoryview]:
         """The bytes of each array of a payload."""
         if spec is not self._spec:  # A block mostly has the same use again.
-            self._slices = wire.payload_slices(spec, self.pages)
+            self._slices = layout.payload_slices(spec, self.pages)
             self._spec = spec
         return self._slices
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embodied.rpc import wire
+from embodied.rpc import layout, wire
 from embodied.rpc.pool import Pool
 from embodied.rpc.session import Session
 
@@ -23,7 +23,7 @@ class Method(NamedTuple):
     once: bool
     output: bool
     batching: Any  # What a BatchServer needs; None for a plain method.
-    checked: set[tuple[wire.Spec, int]]  # What was found to fit the schema.
+    checked: set[tuple[layout.Spec, int]]  # What was found to fit the schema.
 
 
 class Job(NamedTuple):
@@ -58,5 +58,5 @@ class Output:
         spec = self._codec.spec("", ("d", tuple(fields), leaves))
         if self._memory is not None and len(self._memory) >= spec.nbytes:
             self.made = True
-            return dict(zip(fields, wire.payload_arrays(spec, self._memory)))
-        return dict(zip(fields, wire.payload_arrays(spec, bytearray(spec.nbytes))))
+            return dict(zip(fields, layout.payload_arrays(spec, self._memory)))
+        return dict(zip(fields, layout.payload_arrays(spec, bytearray(spec.nbytes))))

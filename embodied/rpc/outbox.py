@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.rpc import memory, wire
+from embodied.rpc import layout, memory, wire
 from embodied.rpc.session import Session
 from embodied.rpc.sockets import MESSAGE_SLACK, LockedSocket
 from embodied.rpc.statistics import Statistics
@@ -27,7 +27,7 @@ class Outbox:
     def reply(
         self,
         seq: int,
-        spec: wire.Spec,
+        spec: layout.Spec,
         values: Sequence[Any],
         arrays: list[np.ndarray],
         reply_memory: Any,

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from embodied.rpc import wire
+from embodied.rpc import layout, wire
 from embodied.rpc.wire import Codec, WireError
 
 EXTENDED = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
@@ -83,7 +83,7 @@ def frame_with(spec, extra=b"", payload=b""):
     head = wire.PRELUDE.pack(wire.MAGIC, wire.CALL, 0, 0, *sizes, 7)
     frame = head + header + extra
     if payload:
-        frame += bytes(-len(frame) % wire.ALIGN) + payload
+        frame += bytes(-len(frame) % layout.ALIGN) + payload
     return frame
 
 
@@ -117,9 +117,9 @@ class TestRoundTrips:
     def test_arrays_are_aligned_views_of_the_frame(self, array):
         frame = encode([np.zeros(1, np.uint8), array])
         message = Codec().decode(frame)
-        _, result = wire.payload_arrays(message.spec, message.frame, message.start)
+        _, result = layout.payload_arrays(message.spec, message.frame, message.start)
         leaf = message.spec.leaves[1]
-        assert (message.start + leaf.offset) % wire.ALIGN == 0
+        assert (message.start + leaf.offset) % layout.ALIGN == 0
         if result.nbytes:
             assert np.shares_memory(result, np.frombuffer(frame, np.uint8))
 
@@ -131,7 +131,7 @@ class TestRoundTrips:
         message = Codec().decode(frame)
         assert message.flags & wire.BULK
         assert (message.places, message.open) == (places, (3, 4))
-        (result,) = wire.payload_arrays(message.spec, array.tobytes())
+        (result,) = layout.payload_arrays(message.spec, array.tobytes())
         assert same(result, array)
 
     def test_large_arrays_of_every_layout(self):
