@@ -13,7 +13,7 @@ from embodied.jax import values
 from embodied.jax.build import Builder, Recipes
 from embodied.jax.heads import NamedSpaces
 from embodied.jax.nets import Array, activate, symlog
-from embodied.jax.resampling import pooled_conv
+from embodied.jax.resampling import max_pool, pooled_conv
 
 SMALLEST_MAP, LARGEST_MAP = 3, 16  # Sides of the smallest feature map.
 # Channels up to which a convolution is quicker on the pooled map, with four times
@@ -179,11 +179,3 @@ def smallest_map(
             "environment."
         )
     return maps
-
-
-def max_pool(x: Array) -> Array:
-    """Halves maps [..., H, W, C] to the largest value of each 2x2 square."""
-    *lead, height, width, channels = x.shape
-    x = x.reshape((*lead, height // 2, 2, width // 2, 2, channels))
-    # Not a window reduction: its gradient is slow on accelerators.
-    return jnp.max(x, axis=(-4, -2))

@@ -28,8 +28,43 @@ def pooled_conv(conv: Conv, x: Array) -> Array:
     )
     kernel = kernel.reshape((*kernel.shape[:2], 4 * channels, -1))
     x = _convolve(x, kernel, padding, conv.dtype)
-    x = x.reshape((*x.shape[:-1], 4, -1)).max(-2) + conv.bias.astype(conv.dtype)
+    x = x.reshape((*x.shape[:-1], 4, -1))
+    x = largest(*(x[..., pixel, :] for pixel in range(4)))
+    x = x + conv.bias.astype(conv.dtype)
     return x.reshape((*lead, *x.shape[1:]))
+
+
+def max_pool(x: Array) -> Array:
+    """Halves maps [..., 2H, 2W, C] to the largest value of each 2x2 square."""
+    *lead, height, width, channels = x.shape
+    x = x.reshape((*lead, height // 2, 2, width // 2, 2, channels))
+    return largest(*(x[..., a, :, b, :] for a in range(2) for b in range(2)))
+
+
+@jax.custom_vjp
+def largest(a: Array, b: Array, c: Array, d: Array) -> Array:
+    """The largest of four values; the gradient goes to the first one that is it.
+
+    The backward pass needs one byte a result. The ordinary gradient, of a maximum or
+    of a window reduction, reads all values again, or keeps a mask for each of them.
+    """
+    return _largest(a, b, c, d)[0]
+
+
+def _largest(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, Array]:
+    left, right = jnp.maximum(a, b), jnp.maximum(c, d)
+    which = jnp.where(
+        right > left, jnp.where(d > c, 3, 2), jnp.where(b > a, 1, 0)
+    ).astype(jnp.uint8)
+    return jnp.maximum(left, right), which
+
+
+def _largest_backward(which: Array, gradient: Array) -> tuple[Array, ...]:
+    zero = jnp.zeros_like(gradient)
+    return tuple(jnp.where(which == index, gradient, zero) for index in range(4))
+
+
+largest.defvjp(_largest, _largest_backward)
 
 
 def doubled_conv(conv: Conv, x: Array) -> Array:

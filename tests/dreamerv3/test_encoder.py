@@ -11,7 +11,7 @@ from agent_testing import (
     quick_jit,
 )
 
-from dreamerv3.encoder import make_encoder, max_pool
+from dreamerv3.encoder import make_encoder
 from embodied import Space
 from embodied.jax.names import flat_params
 
@@ -138,11 +138,6 @@ def test_images_of_different_sizes_and_no_observations_are_refused():
 def test_supported_image_sizes(side):
     _, size = encoder({"x": Space(np.uint8, (side, 64, 1))})
     assert size == (side // 16) * 4 * 4
-
-
-def test_max_pool_takes_the_largest_of_each_square():
-    x = jnp.arange(16.0).reshape(1, 4, 4, 1)
-    np.testing.assert_array_equal(max_pool(x)[0, :, :, 0], [[5, 7], [13, 15]])
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer", "none"])

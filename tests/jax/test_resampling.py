@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from embodied.jax.nets import Conv
-from embodied.jax.resampling import doubled_conv, pooled_conv
+from embodied.jax.resampling import doubled_conv, largest, max_pool, pooled_conv
 
 
 def make_conv(size, inputs, outputs, seed=0):
@@ -29,7 +31,15 @@ def plain_doubled(conv, x):
     return conv(x.repeat(2, -3).repeat(2, -2))
 
 
-CASES = [(pooled_conv, plain_pooled), (doubled_conv, plain_doubled)]
+def ordinary_pooled(conv, x):
+    return max_pool(conv(x))
+
+
+CASES = [
+    (pooled_conv, plain_pooled),
+    (ordinary_pooled, plain_pooled),
+    (doubled_conv, plain_doubled),
+]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7])
@@ -62,3 +72,23 @@ def test_the_compute_dtype_is_kept(ours):
     conv = make_conv(5, 3, 4)
     conv = Conv(conv.kernel, conv.bias, "bfloat16")
     assert ours(conv, np.zeros((2, 8, 8, 3), np.float32)).dtype == jnp.bfloat16
+
+
+def test_max_pool_takes_the_largest_of_each_square():
+    x = jnp.arange(16.0).reshape(1, 4, 4, 1)
+    np.testing.assert_array_equal(max_pool(x)[0, :, :, 0], [[5, 7], [13, 15]])
+
+
+def test_the_gradient_goes_to_the_first_of_the_largest():
+    values = jnp.array(list(itertools.product([0.0, 1.0, 2.0], repeat=4)))
+    columns = [values[:, index] for index in range(4)]
+    gradients = jax.grad(lambda x: 3 * largest(*x).sum())(columns)
+    expected = 3 * np.eye(4)[np.argmax(values, -1)]
+    np.testing.assert_array_equal(np.stack(gradients, -1), expected)
+    np.testing.assert_array_equal(largest(*columns), values.max(-1))
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_what_is_not_a_number_is_not_hidden(place):
+    values = [jnp.nan if index == place else 1.0 for index in range(4)]
+    assert jnp.isnan(largest(*map(jnp.asarray, values)))
