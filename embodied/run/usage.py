@@ -9,10 +9,12 @@ One class for each source that `run.usage` can turn on.
 from __future__ import annotations
 
 import gc
+import math
 import shutil
 import statistics
 import subprocess
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +25,8 @@ GIGABYTE = 1024**3
 MEGABYTE = 1024**2
 TOP_LINES = 5  # Of code that allocates the most.
 QUERY = ("utilization.gpu", "memory.used", "memory.total", "temperature.gpu")
-QUERY_SECONDS = 10.0
+QUERY_SECONDS = 10.0  # To wait for an answer.
+QUERY_EVERY = 10.0  # Seconds between questions: they take the driver's time, too.
 
 
 class Usage:
@@ -78,20 +81,27 @@ class _Process:
 class NvidiaSmi:
     """Asks nvidia-smi in the background, since it takes a while to answer.
 
-    `_lock` guards the answer and whether a question is open.
+    `_lock` guards the answer, whether a question is open, and when the next is due.
+
+    Args:
+      every: seconds between questions, at least.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: float = QUERY_EVERY) -> None:
         self._path = shutil.which("nvidia-smi")
+        self._every = every
         self._lock = threading.Lock()
         self._asking = False
+        self._due = -math.inf
         self._rows: list[list[float]] = []
 
     def rows(self) -> list[list[float]]:
-        """Returns the last answer, a row of `QUERY` per device, and asks again."""
+        """Returns the last answer, a row of `QUERY` per device; asks again if due."""
+        now = time.monotonic()
         with self._lock:
-            if self._path is not None and not self._asking:
+            if self._path is not None and not self._asking and now >= self._due:
                 self._asking = True
+                self._due = now + self._every
                 threading.Thread(
                     target=self._ask, name="nvidia-smi", daemon=True
                 ).start()

@@ -75,6 +75,17 @@ def test_devices_that_do_not_tell_are_left_out(nvidia_smi, script):
     assert smi.rows() == []
 
 
+@pytest.mark.parametrize(("every", "most"), [(1000.0, 1), (0.0, 9)])
+def test_it_does_not_ask_more_often_than_told(nvidia_smi, tmp_path, every, most):
+    nvidia_smi(f"{FAKE}echo >> {tmp_path}/asked\n")
+    smi = NvidiaSmi(every)
+    for _ in range(9):
+        smi.rows()
+        assert wait_for(lambda: not smi._asking)
+    assert len((tmp_path / "asked").read_text()) == most
+    assert smi.rows() == [[50, 1000, 4000, 60], [100, 3000, 4000, 70]]
+
+
 def test_without_nvidia_smi_there_is_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert Usage(OFF | {"nvsmi": True, "gputil": True}).result() == {}
