@@ -45,6 +45,18 @@ class Run:
     values: np.ndarray
     config: Mapping[str, Any]
 
+    def until(self, step: float) -> Run:
+        """What happened up to an agent step."""
+        kept = self.steps <= step
+        if not kept.any():
+            raise PlotError(
+                f"--until: expected a step from {self.steps[0]:.0f} on, at which there "
+                f"is a first value, got {step:g}."
+            )
+        return dataclasses.replace(
+            self, steps=self.steps[kept], values=self.values[kept]
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
@@ -53,6 +65,12 @@ class Reference:
     label: str
     steps: np.ndarray
     values: np.ndarray
+
+    def until(self, step: float) -> Reference:
+        """The curve up to an agent step, with its value there between two points."""
+        steps = np.append(self.steps[self.steps < step], min(step, self.steps[-1]))
+        values = np.interp(steps, self.steps, self.values)
+        return Reference(self.label, steps, values)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from benchmarks.curves import PlotError, Reference, Run
 
 WIDTH, HEIGHT, DPI = 1200, 720, 150  # Pixels, and pixels per inch.
 BINS = 25  # Of the mean over seeds, unless steps per bin are given.
-LEGEND_COLUMNS = 3
+LEGEND_COLUMNS, LEGEND_WIDTH = 3, 0.9 * WIDTH  # At most.
 COLORS = ("#1f6fb4", "#d9622b", "#2e8b57", "#8e5bb5", "#b8860b", "#c2447a")
 INK, FAINT, GRID = "#333333", "#777777", "#e4e4e4"
 
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             reference=options.reference,
             steps_per=options.steps_per,
             window=options.window,
+            until=options.until,
         )
     except PlotError as error:
         print(f"plot: {error}", file=sys.stderr)
@@ -75,6 +76,7 @@ def render(
     reference: str | None = None,
     steps_per: float | None = None,
     window: int | None = None,
+    until: float | None = None,
 ) -> Path:
     """Draws runs of one task.
 
@@ -88,6 +90,7 @@ def render(
         runs, if there is one and the metric is the score.
       steps_per: agent steps of a bin of the mean over seeds.
       window: episodes of the running mean of a run; by default a tenth of them.
+      until: agent step up to which to draw.
 
     Returns:
       The path of the PNG.
@@ -103,7 +106,8 @@ def render(
             f"--label: expected one for each of {len(logdirs)} runs, got {len(labels)}."
         )
     figure = _new_figure()
-    runs = [curves.read_run(logdir, metric) for logdir in logdirs]
+    end = float("inf") if until is None else until
+    runs = [curves.read_run(logdir, metric).until(end) for logdir in logdirs]
     tasks = sorted({run.task for run in runs})
     if len(tasks) > 1:
         raise PlotError(f"expected runs of one task, got {', '.join(tasks)}.")
@@ -116,7 +120,7 @@ def render(
     if reference is not None or metric == curves.SCORE:
         published = curves.read_reference(runs[0], reference)
         if published:
-            _draw_reference(axes, published)
+            _draw_reference(axes, published.until(end))
     last = max(float(run.steps[-1]) for run in runs)
     width = steps_per or max(last / BINS, 1.0)
     for index, (label, members) in enumerate(groups.items()):
@@ -173,17 +177,20 @@ def _style(axes: Any, runs: Sequence[Run], metric: str) -> None:
 def _head(axes: Any, text: str) -> None:
     """Puts title and legend above the curves, where they hide nothing."""
     entries = len(axes.get_legend_handles_labels()[1])
-    rows = -(-entries // LEGEND_COLUMNS)
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        borderaxespad=0,
-        borderpad=0.3,
-        ncols=LEGEND_COLUMNS,
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-    )
+    for columns in range(LEGEND_COLUMNS, 0, -1):
+        legend = axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            borderaxespad=0,
+            borderpad=0.3,
+            ncols=columns,
+            frameon=False,
+            fontsize=9,
+            labelcolor=INK,
+        )
+        if legend.get_window_extent().width <= LEGEND_WIDTH:
+            break
+    rows = -(-entries // columns)
     axes.set_title(text, loc="left", fontsize=12, color=INK, pad=12 + 14 * rows)
 
 
@@ -269,6 +276,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--window", type=_positive(int), help="episodes of the running mean"
+    )
+    parser.add_argument(
+        "--until", type=_positive(float), help="agent step up to which to draw"
     )
     return parser.parse_args(argv)
 

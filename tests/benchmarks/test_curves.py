@@ -155,3 +155,15 @@ def test_every_published_curve_is_whole():
         assert len(curve["steps"]) == len(curve["scores"]) >= 3
         assert curve["steps"] == sorted(curve["steps"])
         assert curve["unit"] in ("agent steps", "frames")
+
+
+@pytest.mark.parametrize(
+    ("step", "steps", "values"),
+    [(15, [0, 10, 15], [0, 5, 6]), (10, [0, 10], [0, 5]), (99, [0, 10, 20], [0, 5, 7])],
+)
+def test_a_published_curve_ends_where_it_is_asked_to(step, steps, values):
+    whole = curves.Reference("x", np.array([0.0, 10, 20]), np.array([0.0, 5, 7]))
+    part = whole.until(step)
+    np.testing.assert_allclose(part.steps[: len(steps)], steps)
+    np.testing.assert_allclose(part.values[: len(values)], values)
+    assert part.steps[-1] == steps[-1]

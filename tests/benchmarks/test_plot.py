@@ -74,6 +74,28 @@ def test_the_published_curve_is_drawn_unless_left_out(make_run, tmp_path):
     assert count(beside, plot.FAINT) > count(alone, plot.FAINT) + 500
 
 
+def test_a_legend_too_wide_for_a_row_takes_several(make_run, tmp_path):
+    logdirs = [make_run(name, SCORES, seed=seed) for seed, name in enumerate("abcd")]
+    labels = ["a rather long name"] * 2 + ["another long name"] * 2
+    pixels = drawn(plot.render(logdirs, tmp_path / "curve.png", labels=labels))
+    assert (pixels[:, -3:] == 255).all(), "nothing is cut off at the right"
+    axes = pixels[plot.HEIGHT // 2 :]
+    ink = np.flatnonzero((axes < 250).any((0, 2)))
+    assert ink.max() > 0.95 * plot.WIDTH, "the curves have all of the width"
+
+
+def test_steps_after_the_last_that_is_asked_for_are_left_out(make_run, tmp_path):
+    logdir = make_run("a", SCORES)
+    whole = plot.render([logdir], tmp_path / "whole.png")
+    part = plot.render([logdir], tmp_path / "part.png", until=60_000)
+    assert (drawn(whole) != drawn(part)).any()
+    cut = make_run("b", SCORES[:2])
+    expected = plot.render([cut], tmp_path / "cut.png", until=60_000)
+    np.testing.assert_array_equal(drawn(part), drawn(expected))
+    with pytest.raises(curves.PlotError, match="--until: expected a step from 10000"):
+        plot.render([logdir], tmp_path / "none.png", until=9_000)
+
+
 def test_another_metric_is_drawn_without_published_scores(make_run, tmp_path):
     logdir = make_run("a", SCORES, metric="train/loss/image")
     options = {"metric": "train/loss/image"}
