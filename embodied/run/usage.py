@@ -25,6 +25,7 @@ GIGABYTE = 1024**3
 MEGABYTE = 1024**2
 TOP_LINES = 5  # Of code that allocates the most.
 QUERY = ("utilization.gpu", "memory.used", "memory.total", "temperature.gpu")
+ACCELERATOR = ("nvsmi", "gputil")  # Sources that tell about accelerators.
 QUERY_SECONDS = 10.0  # To wait for an answer.
 QUERY_EVERY = 10.0  # Seconds between questions: they take the driver's time, too.
 
@@ -34,9 +35,11 @@ class Usage:
 
     Args:
       settings: the block `run.usage`: psutil, nvsmi, gputil, malloc and gc.
+      accelerator: whether this process uses the accelerators; others need not ask
+        for the same figures.
     """
 
-    def __init__(self, settings: Mapping[str, Any]):
+    def __init__(self, settings: Mapping[str, Any], accelerator: bool = True):
         makers: dict[str, Callable[[], Any]] = {
             "psutil": _Process,
             "nvsmi": _Accelerators,
@@ -45,7 +48,9 @@ class Usage:
             "gc": _Objects,
         }
         self._sources = {
-            name: make() for name, make in makers.items() if settings.get(name)
+            name: make()
+            for name, make in makers.items()
+            if settings.get(name) and (accelerator or name not in ACCELERATOR)
         }
 
     def result(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import dreamerv3
 from dreamerv3.export import DTYPES, export, main
 from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.run.saving import read_agent
+
+KEPT = Path(__file__).parents[2] / "docs/results/boxing_policy"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -114,3 +117,13 @@ def test_a_checkpoint_without_the_weights_is_refused(logdir, tmp_path):
 def test_help_needs_no_jax():
     code = "import sys, dreamerv3.export; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_policy_that_is_kept_among_the_results_can_be_used():
+    policy = dreamerv3.load(KEPT, batch=2)
+    images = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), np.uint8)
+    action = policy.act({"image": images})["action"]
+    assert policy.step == 100_017
+    assert action.shape == (2,)
+    assert (action >= 0).all()
+    assert (action < 18).all()

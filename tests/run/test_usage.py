@@ -86,6 +86,14 @@ def test_it_does_not_ask_more_often_than_told(nvidia_smi, tmp_path, every, most)
     assert smi.rows() == [[50, 1000, 4000, 60], [100, 3000, 4000, 70]]
 
 
+def test_only_who_uses_accelerators_asks_for_them(nvidia_smi, tmp_path):
+    nvidia_smi(f"{FAKE}echo >> {tmp_path}/asked\n")
+    every = dict.fromkeys(OFF, True) | {"malloc": False}
+    usage = Usage(every, accelerator=False)
+    assert {name.split("/")[0] for name in usage.result()} == {"psutil", "gc"}
+    assert not (tmp_path / "asked").exists()
+
+
 def test_without_nvidia_smi_there_is_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert Usage(OFF | {"nvsmi": True, "gputil": True}).result() == {}

@@ -42,7 +42,7 @@ class LoggerRole:
         self._count = StepCount(logger.step)
         self._episodes = Episodes(timeout=args.episode_timeout)
         self._should_write = LocalClock(args.log_every)
-        self._usage = Usage(args.usage)
+        self._usage = Usage(args.usage, accelerator=False)
         self._actor_threads = args.actor_threads
         self._lock = threading.Lock()
         self._counted = threading.Condition(self._lock)

@@ -263,7 +263,7 @@ def serve(role: ReplayRole, args: Any, stop: threading.Event) -> None:
         server.bind(name, getattr(role, name), **options)
     server.bind("save", save)
     server.bind("discard", discard)
-    usage = Usage(args.usage)
+    usage = Usage(args.usage, accelerator=False)
     with wiring.make_client(args.logger_addr, "replay-logger", args) as log:
         with server:
             _tell_statistics(role, server, log, usage, args, stop)
