@@ -46,6 +46,7 @@ bench: $(INSTALLED) ## Benchmarks that are sized for a laptop
 	@$(BIN)/python -m benchmarks.imports
 	@$(BIN)/python -m benchmarks.rpc --quick
 	@$(BIN)/python -m benchmarks.replay
+	@$(BIN)/python -m benchmarks.simulated --seconds 20
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .import_linter_cache
