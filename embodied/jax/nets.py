@@ -7,7 +7,7 @@ their weights cast to it; norms and activations run in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -64,35 +64,20 @@ class Linear(eqx.Module):
         """The bias in the compute dtype."""
         return self.bias.astype(self.dtype)
 
-    def cast(self) -> Linear:
+    def cast(self) -> Self:
         """The layer with its weights in the compute dtype."""
-        return Linear(self.weight, self.offset, self.dtype)
+        return type(self)(self.weight, self.offset, self.dtype)
 
 
-class BlockLinear(eqx.Module):
-    """Block k of the input meets block k of the kernel: [..., in] to [..., out]."""
+class BlockLinear(Linear):
+    """Block k of the input meets block k of the kernel: [..., in] to [..., out].
 
-    kernel: Array  # [blocks, in / blocks, out / blocks] float32
-    bias: Array  # [out] float32
-    dtype: str = eqx.field(static=True)
+    The kernel is [blocks, in / blocks, out / blocks].
+    """
 
     def __call__(self, x: Array) -> Array:
         """Multiplies and adds the bias, in the compute dtype."""
         return block_matmul(x.astype(self.dtype), self.weight) + self.offset
-
-    @property
-    def weight(self) -> Array:
-        """The kernel in the compute dtype."""
-        return self.kernel.astype(self.dtype)
-
-    @property
-    def offset(self) -> Array:
-        """The bias in the compute dtype."""
-        return self.bias.astype(self.dtype)
-
-    def cast(self) -> BlockLinear:
-        """The layer with its weights in the compute dtype."""
-        return BlockLinear(self.weight, self.offset, self.dtype)
 
 
 class Conv(eqx.Module):
