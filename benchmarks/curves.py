@@ -68,7 +68,7 @@ class Reference:
 
     def until(self, step: float) -> Reference:
         """The curve up to an agent step, with its value there between two points."""
-        steps = np.append(self.steps[self.steps < step], min(step, self.steps[-1]))
+        steps = np.unique(np.minimum(self.steps, step))
         values = np.interp(steps, self.steps, self.values)
         return Reference(self.label, steps, values)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,9 @@ from typing import Any
 import psutil
 
 BARE_SECONDS = 15.0
+BOTTLENECK = re.compile(r"Bottleneck: (.*)")  # In what a run tells people.
+Case = dict[str, Any]  # Options by name.
+
 WARMUP_LINES = 2  # Metrics of the first seconds of a run are left out.
 
 
@@ -59,16 +63,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=None,
         help="train ratio; default: 32 for duty, else 1, so that collecting counts",
     )
-    parser.add_argument(
-        "--cases",
-        nargs="*",
-        default=(),
-        metavar="RATIO:ENVS[:PER_WORKER]",
-        help="cases for --duty, instead of --ratio, --envs and --per-worker",
-    )
+    add_cases(parser, (), "for --duty, instead of --ratio, --envs and --per-worker")
     parser.add_argument("--seconds", type=float, default=0.0, help="length of a run")
     parser.add_argument("--flags", default="", help="further flags of the run")
     options = parser.parse_args(argv)
+    if options.cases and not options.duty:
+        parser.error("--cases is for --duty")
     if options.ratio is None:
         options.ratio = 32.0 if options.duty else 1.0
     return options
@@ -118,20 +118,39 @@ def measure_duty(options: argparse.Namespace) -> None:
         print(json.dumps(figures), flush=True)
 
 
+def add_cases(
+    parser: argparse.ArgumentParser, default: Sequence[Case], text: str
+) -> None:
+    """Adds the flag `--cases`."""
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        type=_case,
+        default=default,
+        metavar="RATIO:ENVS[:PER_WORKER]",
+        help=text,
+    )
+
+
 def cases(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """Yields the options of each case."""
     if not options.cases:
         yield options
     for case in options.cases:
-        ratio, envs, *rest = case.split(":")
-        yield argparse.Namespace(
-            **{
-                **vars(options),
-                "ratio": float(ratio),
-                "envs": int(envs),
-                "per_worker": int(rest[0]) if rest else 1,
-            }
+        yield argparse.Namespace(**{**vars(options), **case})
+
+
+def _case(text: str) -> Case:
+    try:
+        ratio, envs, per_worker = [*text.split(":"), "1"][:3]
+        case = {"ratio": float(ratio), "envs": int(envs), "per_worker": int(per_worker)}
+    except ValueError:
+        case = {}
+    if text.count(":") > 2 or not case or min(case["envs"], case["per_worker"]) < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected RATIO:ENVS or RATIO:ENVS:PER_WORKER, got {text!r}"
         )
+    return case
 
 
 def run(
@@ -149,7 +168,9 @@ def run(
         command += ["--run.log_every", "2", "--run.report_every", "0"]
         command += ["--run.save_every", "0", "--replay.size", "1e5"]
         command += options.flags.split()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        told = pathlib.Path(folder, "told")
+        with told.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output)
         try:
             _wait_for_updates(logdir, process)
             usage = _Usage(process.pid)
@@ -160,13 +181,12 @@ def run(
             process.terminate()
             process.wait(120)
         lines = read_metrics(logdir)[before + WARMUP_LINES :]
+        bottlenecks = BOTTLENECK.findall(told.read_text())
     return {
         "env_steps": mean(lines, "fps/env"),
         "updates": mean(lines, "parallel/updates_per_second"),
         "cpu": cpu,
-        "bottleneck": next(
-            (x[k] for x in reversed(lines) if (k := "parallel/bottleneck") in x), ""
-        ),
+        "bottleneck": bottlenecks[-1] if bottlenecks else "",
     }
 
 

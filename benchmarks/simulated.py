@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.end_to_end import WARMUP_LINES, cases, mean, read_metrics
+from benchmarks.end_to_end import WARMUP_LINES, add_cases, cases, mean, read_metrics
 from dreamerv3 import factories
 from dreamerv3.config import load_config, make_args
 from embodied import RandomAgent, streams
@@ -33,6 +33,11 @@ from embodied.base import Array, Spaces, Tree
 from embodied.run.parallel import combined
 
 DETER, STOCH = 2048, 32  # Sizes of latents.
+CASES = [
+    {"ratio": 512.0, "envs": 16, "per_worker": 1},
+    {"ratio": 32.0, "envs": 64, "per_worker": 4},
+    {"ratio": 32.0, "envs": 16, "per_worker": 1},
+]
 AHEAD = 2  # Batches that wait on the device.
 
 
@@ -160,6 +165,11 @@ def measure(case: argparse.Namespace) -> dict[str, Any]:
         )
         lines = read_metrics(logdir)
     busy = [line for line in lines if line.get("parallel/updates_per_second")]
+    if len(busy) <= WARMUP_LINES + 1:
+        raise RuntimeError(
+            f"The run was over before its speed was known. Raise --seconds, which are "
+            f"{case.seconds:g}."
+        )
     updates = mean(busy[WARMUP_LINES:-1], "parallel/updates_per_second")
     return {
         "train_ratio": case.ratio,
@@ -175,12 +185,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        default=["512:16", "32:64:4", "32:16"],
-        metavar="RATIO:ENVS[:PER_WORKER]",
-    )
+    add_cases(parser, CASES, "what to measure")
     parser.add_argument("--update", type=float, default=14.8, help="milliseconds")
     parser.add_argument("--launch", type=float, default=5.5, help="milliseconds")
     parser.add_argument("--policy", type=float, default=0.5, help="milliseconds")

@@ -115,14 +115,9 @@ def policy_seconds(state: Any, options: argparse.Namespace) -> float:
 def spaces() -> tuple[dict, dict]:
     """Spaces of the task that is measured."""
     from embodied import Space
+    from embodied.envs.keys import SIGNALS
 
-    obs = {
-        "image": Space(np.uint8, (64, 64, 3)),
-        "reward": Space(np.float32),
-        "is_first": Space(bool),
-        "is_last": Space(bool),
-        "is_terminal": Space(bool),
-    }
+    obs = {"image": Space(np.uint8, (64, 64, 3)), **SIGNALS}
     return obs, {"reset": Space(bool), "action": Space(np.int32, (), 0, 17)}
 
 

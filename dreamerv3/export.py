@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import ml_dtypes
 
 from dreamerv3.config import FILENAME, ConfigError, run_config
-from dreamerv3.inference import agent_spaces
+from dreamerv3.inference import agent_spaces, must_fit
 from dreamerv3.spaces import spaces_to_tree
 from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.run.saving import AGENT, FOLDER, read_agent
@@ -61,13 +61,8 @@ def export(
         raise CheckpointError(f"export expected an agent with weights in {source}.")
     obs_space, act_space = agent_spaces(config, saved)
     agent = ActingAgent(obs_space, act_space, on_one_device(config, "cpu"))
-    try:
+    with must_fit(saved):
         weights = agent.weights(saved.data)
-    except ValueError as error:
-        raise CheckpointError(
-            f"Checkpoint {saved.tag} in {saved.logdir} does not fit the configuration "
-            f"there. {error}"
-        ) from error
     weights = {
         name: value.astype(ml_dtypes.bfloat16) if half and value.ndim > 1 else value
         for name, value in weights.items()

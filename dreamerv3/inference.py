@@ -9,8 +9,9 @@ while not obs['is_last']:
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import elements
@@ -214,6 +215,18 @@ def agent_spaces(config: elements.Config, saved: SavedAgent) -> tuple[Spaces, Sp
     return make_spaces(config)
 
 
+@contextlib.contextmanager
+def must_fit(saved: SavedAgent) -> Iterator[None]:
+    """Says which checkpoint it is whose weights an agent refuses."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(
+            f"Checkpoint {saved.tag} in {saved.logdir} does not fit the configuration "
+            f"there. {error}"
+        ) from error
+
+
 def _make_agent(
     config: elements.Config,
     saved: SavedAgent,
@@ -231,11 +244,6 @@ def _make_agent(
 
     config = on_one_device(config, platform)
     agent = ActingAgent(obs_space, act_space, config, seed=seed)
-    try:
+    with must_fit(saved):
         agent.load(saved.data)
-    except ValueError as error:
-        raise CheckpointError(
-            f"Checkpoint {saved.tag} in {saved.logdir} does not fit the configuration "
-            f"there. {error}"
-        ) from error
     return agent

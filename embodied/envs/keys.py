@@ -17,8 +17,8 @@ SIGNALS = {
 }
 # Keys of a transition that are not observations or actions.
 RESERVED = (
-    *(*SIGNALS, "reset"),
-    *("consec", "stepid", "seed", "envid", "is_eval"),
+    *SIGNALS,
+    *("reset", "consec", "stepid", "seed", "envid", "is_eval"),
 )
 RESERVED_PREFIXES = ("log/", "dyn/")
 

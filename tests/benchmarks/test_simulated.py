@@ -7,14 +7,9 @@ import pytest
 
 from benchmarks import simulated
 from embodied import Space
+from embodied.envs.keys import SIGNALS
 
-OBS = {
-    "image": Space(np.uint8, (4, 4, 3)),
-    "reward": Space(np.float32),
-    "is_first": Space(bool),
-    "is_last": Space(bool),
-    "is_terminal": Space(bool),
-}
+OBS = {"image": Space(np.uint8, (4, 4, 3)), **SIGNALS}
 ACT = {"action": Space(np.int32, (), 0, 3), "reset": Space(bool)}
 
 

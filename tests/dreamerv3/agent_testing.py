@@ -12,17 +12,12 @@ import numpy as np
 from dreamerv3 import model, training
 from dreamerv3.config import load_config
 from embodied import Space
+from embodied.envs.keys import SIGNALS
 from embodied.jax.names import flat_params, with_flat_params
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
-SIGNALS = {
-    "reward": Space(np.float32),
-    "is_first": Space(bool),
-    "is_last": Space(bool),
-    "is_terminal": Space(bool),
-}
 OBS_SPACE = {
     "vector": Space(np.float32, 3),
     "token": Space(np.int32, (), 0, 4),

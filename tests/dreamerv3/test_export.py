@@ -114,7 +114,7 @@ def test_a_checkpoint_without_the_weights_is_refused(logdir, tmp_path):
     assert not (tmp_path / "policy").exists()
 
 
-def test_help_needs_no_jax():
+def test_importing_it_imports_no_jax():
     code = "import sys, dreamerv3.export; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
