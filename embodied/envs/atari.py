@@ -230,12 +230,18 @@ def _load(rom: str, sticky: float, seed: int) -> ale_py.ALEInterface:
 
 
 def _find_rom(task: str) -> str:
-    known = roms.get_all_rom_ids()
+    known = [rom for rom in roms.get_all_rom_ids() if _is_playable(rom)]
     plain = {rom.replace("_", ""): rom for rom in known}
     rom = plain.get(task.replace("_", "").lower())
     if rom is None:
         raise UnknownTask.named("game", task, known)
     return rom
+
+
+def _is_playable(rom: str) -> bool:
+    """Whether ale_py can run a game; it ends the process on loading another."""
+    path = roms.get_rom_path(rom)
+    return path is not None and ale_py.ALEInterface.isSupportedROM(path) is not None
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

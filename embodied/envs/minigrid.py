@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import gymnasium
 import minigrid  # noqa: F401  (registers its ids)
 import numpy as np
+from gymnasium.error import DependencyNotInstalled
 from PIL import Image
 
 from embodied.base import Array, Env, Spaces
 from embodied.envs.keys import SIGNALS
-from embodied.envs.registry import UnknownTask
+from embodied.envs.registry import MissingExtra, UnknownTask
 from embodied.space import Space
 
 _PREFIX = "MiniGrid-"
+_VERSION = re.compile(r"-v\d$")
 
 
 class MiniGrid(Env):
@@ -22,7 +26,8 @@ class MiniGrid(Env):
     solved by more than chance.
 
     Args:
-      task: its id without prefix and version, such as 'DoorKey-5x5', or with both.
+      task: its id, such as 'DoorKey-5x5' or 'MiniGrid-DoorKey-5x5-v0'. Without a
+        version it is the newest.
       size: height and width of images.
       full: whether to show the whole grid instead of what the agent sees.
       seed: decides the grids.
@@ -36,7 +41,7 @@ class MiniGrid(Env):
         seed: int = 0,
     ):
         self.name = _find_id(task)
-        self._env = gymnasium.make(self.name, disable_env_checker=True)
+        self._env = _make(self.name)
         self._seed: int | None = seed
         self._size = (int(size[0]), int(size[1]))
         self._full = full
@@ -101,10 +106,24 @@ class MiniGrid(Env):
         }
 
 
+def _make(name: str) -> gymnasium.Env:
+    try:
+        return gymnasium.make(name, disable_env_checker=True)
+    except DependencyNotInstalled as error:
+        task = f"minigrid_{name.removeprefix(_PREFIX)}"
+        raise MissingExtra.named(
+            task, "minigrid[wfc]", "", install="Run: pip install 'minigrid[wfc]'"
+        ) from error
+
+
 def _find_id(task: str) -> str:
-    ids = [name for name in gymnasium.registry if name.startswith(_PREFIX)]
-    for name in (task, f"{_PREFIX}{task}-v0"):
+    """Returns the id of a task, of its newest version if none is given."""
+    ids = sorted(name for name in gymnasium.registry if name.startswith(_PREFIX))
+    by_name = {_VERSION.sub("", name): name for name in ids}  # The last one counts.
+    for name in (task, f"{_PREFIX}{task}"):
         if name in ids:
             return name
-    short = [name.removeprefix(_PREFIX).removesuffix("-v0") for name in ids]
+        if name in by_name:
+            return by_name[name]
+    short = [name.removeprefix(_PREFIX) for name in by_name]
     raise UnknownTask.named("minigrid task", task, short)

@@ -48,6 +48,11 @@ def test_unknown_game_names_the_nearest():
         make("atari_pnog")
 
 
+def test_games_that_cannot_be_played_are_unknown():
+    with pytest.raises(UnknownTask, match=r"got 'combat'"):
+        make("atari_combat")
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -181,6 +186,8 @@ def test_autostart_presses_fire():
     assert episodes(waits) == 0
     images = [obs["image"] for obs in waits[5:]]
     assert all(np.array_equal(images[0], image) for image in images)
+    plays = play_idle(Atari("breakout", sticky=False, noops=0, autostart=True), 300)
+    assert episodes(plays) > 0
 
 
 def play_idle(env, steps):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gymnasium
 import numpy as np
 import pytest
 from suite_testing import check_suite
 
 pytest.importorskip("minigrid", reason="the extra 'minigrid' is not installed")
 
-from embodied.envs import UnknownTask, make
+from embodied.envs import MissingExtra, UnknownTask, make
 from embodied.envs.minigrid import MiniGrid
 
 LEFT, RIGHT, FORWARD = range(3)
@@ -42,9 +43,28 @@ def test_images(full):
     assert (first["direction"] - turned["direction"]) % 4 == 1
 
 
-@pytest.mark.parametrize("task", ["Empty-5x5", "MiniGrid-Empty-5x5-v0"])
-def test_names(task):
-    assert make(f"minigrid_{task}").name == "MiniGrid-Empty-5x5-v0"
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("Empty-5x5", "MiniGrid-Empty-5x5-v0"),
+        ("Empty-5x5-v0", "MiniGrid-Empty-5x5-v0"),
+        ("MiniGrid-Empty-5x5", "MiniGrid-Empty-5x5-v0"),
+        ("MiniGrid-Empty-5x5-v0", "MiniGrid-Empty-5x5-v0"),
+        ("MultiRoom-N4-S5", "MiniGrid-MultiRoom-N4-S5-v1"),
+        ("MultiRoom-N4-S5-v1", "MiniGrid-MultiRoom-N4-S5-v1"),
+    ],
+)
+def test_names(task, name):
+    assert make(f"minigrid_{task}").name == name
+
+
+def test_a_missing_part_of_minigrid_says_what_to_install(monkeypatch):
+    def fails(name, **kwargs):
+        raise gymnasium.error.DependencyNotInstalled("WFC dependencies are missing")
+
+    monkeypatch.setattr(gymnasium, "make", fails)
+    with pytest.raises(MissingExtra, match=r"pip install 'minigrid\[wfc\]'"):
+        make("minigrid_WFC-MazeSimple")
 
 
 def test_unknown_task():
