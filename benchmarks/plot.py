@@ -123,9 +123,10 @@ def render(
             _draw_reference(axes, published.until(end))
     last = max(float(run.steps[-1]) for run in runs)
     width = steps_per or max(last / BINS, 1.0)
+    noun = "episodes" if metric == curves.SCORE else "values"
     for index, (label, members) in enumerate(groups.items()):
         color = COLORS[index % len(COLORS)]
-        _draw_group(axes, label, members, color, width, window)
+        _draw_group(axes, label, members, color, width, window, noun)
     axes.set_xlim(left=0)
     _head(axes, title(runs))
     _write(figure, out)
@@ -215,29 +216,23 @@ def _draw_group(
     color: str,
     width: float,
     window: int | None,
+    noun: str,
 ) -> None:
     """Draws one run, or several as the seeds of one curve."""
-    alone = len(runs) == 1
     for run in runs:
         axes.plot(
             *(run.steps, run.values, "o"),
             color=color,
-            alpha=0.3 if alone else 0.12,
+            alpha=0.3 if len(runs) == 1 else 0.12,
             markersize=3.5,
             markeredgewidth=0,
         )
-        size = window or curves.default_window(len(run.values))
-        begin = min(size, len(run.values)) // 4  # The mean of a few is all chance.
-        axes.plot(
-            *(run.steps[begin:], curves.running_mean(run.values, size)[begin:]),
-            color=color,
-            linewidth=2.2 if alone else 0.7,
-            alpha=1 if alone else 0.45,
-            marker="o" if alone and len(run.values) == 1 else None,
-            label=f"{label}, mean of {size} episodes" if alone else None,
-        )
-    if alone:
+    if len(runs) == 1:
+        _draw_alone(axes, label, runs[0], color, window, noun)
         return
+    for run in runs:
+        line = curves.band([run], width)
+        axes.plot(line.steps, line.mean, color=color, linewidth=0.7, alpha=0.45)
     band = curves.band(runs, width)
     axes.fill_between(
         band.steps, band.low, band.high, color=color, alpha=0.15, linewidth=0
@@ -247,6 +242,20 @@ def _draw_group(
         color=color,
         linewidth=2.4,
         label=f"{label}, mean and range of {len(runs)} runs",
+    )
+
+
+def _draw_alone(
+    axes: Any, label: str, run: Run, color: str, window: int | None, noun: str
+) -> None:
+    size = window or curves.default_window(len(run.values))
+    begin = min(size, len(run.values)) // 4  # The mean of a few is all chance.
+    axes.plot(
+        *(run.steps[begin:], curves.running_mean(run.values, size)[begin:]),
+        color=color,
+        linewidth=2.2,
+        marker="o" if len(run.values) == 1 else None,
+        label=f"{label}, mean of {size} {noun}",
     )
 
 
