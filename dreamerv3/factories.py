@@ -37,7 +37,8 @@ def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
     suite = config.task.partition("_")[0]
     options = {**config.env.get(suite, {}), **overrides}
     env = registry.make(config.task, index=index, seed=config.seed, **options)
-    return wrappers.wrap(env)
+    # The agent replaces what is not finite, and says so.
+    return wrappers.wrap(env, nonfinite="pass")
 
 
 def make_agent(

@@ -36,7 +36,9 @@ def parallel_summary(config: elements.Config, seconds: float) -> str:
     path = pathlib.Path(config.logdir, "scores.jsonl")
     if path.exists():
         rows = [json.loads(row) for row in path.read_text().splitlines()]
-        scores = [row["episode/score"] for row in rows if "episode/score" in row]
+        scores = [row.get("episode/score") for row in rows]
+        # Without those that are not numbers, of rewards that are not.
+        scores = [score for score in scores if score is not None]
         if scores:
             newest = scores[-LAST:]
             mean = sum(newest) / len(newest)

@@ -21,7 +21,8 @@ MISSING = -np.inf  # What a float is that an environment could not observe.
 class Observations:
     """Checks observations, and makes missing what is not finite.
 
-    May be called from several threads: `_lock` guards the counts.
+    May be called from several threads: `_lock` guards the counts, and which keys of
+    which environments were told about.
 
     Args:
       spaces: what the policy reads, by key.
@@ -32,6 +33,7 @@ class Observations:
         self._dtypes = {k: values.jax_dtype(space) for k, space in spaces.items()}
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
+        self._told: set[tuple[str, int]] = set()
 
     def __call__(
         self, obs: Mapping[str, Any], envids: Any = None
@@ -40,7 +42,8 @@ class Observations:
 
         Args:
           obs: may have further keys.
-          envids: which environment each row is of, [B], for messages.
+          envids: which environment each row is of, [B], for messages; by default
+            they are numbered as the rows are.
 
         Raises:
           ValueError: a key is missing, or has another shape than its space.
@@ -78,18 +81,17 @@ class Observations:
         rows = np.flatnonzero(bad.reshape((len(bad), -1)).any(-1))
         if not len(rows):
             return value
+        envs = rows if envids is None else np.asarray(envids).reshape(-1)[rows]
         with self._lock:
-            first = key not in self._counts
             self._counts[key] = self._counts.get(key, 0) + len(rows)
-        if first:
-            where = f"row {rows[0]}"
-            if envids is not None:
-                where = f"environment {np.asarray(envids).reshape(-1)[rows[0]]}"
+            news = [env for env in envs.tolist() if (key, env) not in self._told]
+            self._told.update((key, env) for env in news)
+        if news:
             logger.warning(
-                "Observation %r of %s is not finite (%s). It is taken as missing; "
-                "further ones of this key are only counted. Check the environment.",
+                "Observation %r of environment %s is not finite (%s). It is taken as "
+                "missing; further ones are only counted. Check the environment.",
                 key,
-                where,
+                ", ".join(map(str, news)),
                 value[bad][0],
             )
         return np.where(bad, value.dtype.type(MISSING), value)

@@ -248,7 +248,7 @@ def test_two_sizes_cover_all_batches(slots, batch, parts):
         assert batch <= sizes[0] < batch + parts
 
 
-def test_what_is_not_finite_is_missing_and_reported_once(caplog):
+def test_what_is_not_finite_is_missing_and_reported_once_for_each_env(caplog):
     agent = make_agent()
     agent.init_table(3)
     obs = make_obs(3)
@@ -259,9 +259,12 @@ def test_what_is_not_finite_is_missing_and_reported_once(caplog):
     assert outputs["seen"][1, 2] == outputs["seen"][2, 0] == -np.inf
     assert np.isfinite(outputs["seen"][0]).all()
     assert caplog.text.count("is not finite") == 1
-    assert "'vector' of environment 8" in caplog.text
+    assert "'vector' of environment 8, 9 is" in caplog.text
+    obs["vector"][0] = np.nan
+    agent.policy_table([0, 1, 2], obs, envids=[7, 8, 9])
+    assert "'vector' of environment 7 is" in caplog.text
     _, metrics = train(agent, make_batch(), make_batch())
-    assert metrics["nonfinite/vector"] == 4
+    assert metrics["nonfinite/vector"] == 7
     assert np.isnan(obs["vector"][1, 2])
 
 
