@@ -66,17 +66,13 @@ def train_step(
         state.model, carry, batch, seed, state.slowval, norm_states(state)
     )
     opt = state.model.settings.opt
-    updates, opt_state, opt_metrics = opt.update(grads, state.opt, state.model)
+    updates, opt_state, opt_metrics = opt.update(grads, state.opt, state.model, value)
     model = optax.apply_updates(state.model, updates)
-    finite = opt_metrics["nonfinite"] == 0
     slowval, count = slow_update(state, model.val)
-    state = State(
-        model=model,
-        slowval=slowval,
-        slowval_count={"value": count},
-        opt=opt_state,
-        **keep_if(finite, norms, norm_states(state)),
-    )
+    rest = {"slowval": slowval, "slowval_count": {"value": count}, **norms}
+    before = {name: getattr(state, name) for name in rest}
+    finite = opt_metrics["nonfinite"] == 0
+    state = State(model=model, opt=opt_state, **keep_if(finite, rest, before))
     metrics["opt/loss"] = value
     metrics.update({f"opt/{key}": value for key, value in opt_metrics.items()})
     return state, carry, outputs, metrics

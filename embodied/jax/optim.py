@@ -26,8 +26,8 @@ class Optimizer:
         updates, state, metrics = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
 
-    An update with gradients that are not finite is skipped: it is zero, and the state
-    stays as it was but for the count of such updates in a row.
+    An update with gradients or a loss that are not finite is skipped: it is zero, and
+    the state stays as it was but for the count of such updates in a row.
 
     Attributes:
       lr: learning rate.
@@ -75,7 +75,7 @@ class Optimizer:
         }
 
     def update(
-        self, grads: Tree, state: dict[str, Any], params: Tree
+        self, grads: Tree, state: dict[str, Any], params: Tree, loss: Array | float = 0
     ) -> tuple[Tree, dict[str, Any], dict[str, Array]]:
         """Returns what to add to the parameters, the new state, and metrics.
 
@@ -84,7 +84,7 @@ class Optimizer:
         """
         step, skipped = state["step"]["value"], state["nonfinite"]["value"]
         grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(grad_norm)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         updates, square, momentum = self._direction(grads, state, params)
         rate = jnp.where(finite, -self.rate(step), 0)
         updates = jax.tree.map(lambda x: jnp.where(finite, rate * x, 0), updates)

@@ -131,7 +131,10 @@ def test_updates_that_are_not_finite_are_skipped_and_counted(bad):
         jax.tree.map(np.testing.assert_array_equal, skipped[key], state[key])
     _, skipped, metrics = optimizer.update(broken, skipped, params)
     assert metrics["nonfinite"] == 2
-    _, _, metrics = optimizer.update(gradients[2], skipped, params)
+    updates, skipped, metrics = optimizer.update(gradients[2], skipped, params, bad)
+    assert not any(map(np.any, updates.values()))
+    assert metrics["nonfinite"] == 3
+    _, _, metrics = optimizer.update(gradients[2], skipped, params, 1.0)
     assert metrics["nonfinite"] == 0
     assert metrics["updates"] == 2
 
