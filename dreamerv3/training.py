@@ -38,6 +38,7 @@ from dreamerv3.model import (
     unpack_latent,
 )
 from dreamerv3.rssm import Latent, time_first
+from embodied.jax.algorithm import Gather
 from embodied.jax.heads import TwoHotHead, action_event, action_vector
 from embodied.jax.nets import Array, sg
 from embodied.jax.optim import keep_if
@@ -47,7 +48,11 @@ Metrics = dict[str, Array]
 
 
 def train_step(
-    state: State, carry: Carry, batch: Batch, seed: Array
+    state: State,
+    carry: Carry,
+    batch: Batch,
+    seed: Array,
+    gather: Gather = lambda weights: weights,
 ) -> tuple[State, Carry, dict[str, Any], Metrics]:
     """Makes one update.
 
@@ -56,15 +61,19 @@ def train_step(
       carry: of the last batch, or from `init_carry`.
       batch: arrays [B, K + T, ...] by key, latents [B, K, ...].
       seed: random key, or its data, or an integer.
+      gather: takes weights from where they lie to where they are used.
 
     Returns:
       The new state and carry; outputs, of which `replay` goes back to the replay
       buffer; and metrics.
     """
-    grad = jax.value_and_grad(loss, has_aux=True)
-    (value, (carry, outputs, metrics, norms)), grads = grad(
-        state.model, carry, batch, seed, state.slowval, norm_states(state)
-    )
+
+    def gathered_loss(params: Model) -> tuple[Array, Any]:
+        weights = gather((params, state.slowval))
+        return loss(weights[0], carry, batch, seed, weights[1], norm_states(state))
+
+    grad = jax.value_and_grad(gathered_loss, has_aux=True)
+    (value, (carry, outputs, metrics, norms)), grads = grad(state.model)
     opt = state.model.settings.opt
     updates, opt_state, opt_metrics = opt.update(grads, state.opt, state.model, value)
     model = optax.apply_updates(state.model, updates)

@@ -11,6 +11,7 @@ from embodied.space import Space
 
 Outputs = dict[str, Any]
 Metrics = dict[str, Array]
+Gather = Callable[[Tree], Tree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Algorithm:
       carry: makes the carry of so many rows, before the first step of training,
         reports and policies alike, from a state or from the policy's parameters.
       train: makes one update: state, carry, batch and seed to the new state, the
-        new carry, outputs and metrics. Metric `opt/nonfinite` is the number of
+        new carry, outputs and metrics. Weights have to go through the function that
+        comes last before they are used, which gathers them where they are split;
+        gradients are taken of what goes into it. Metric `opt/nonfinite` is the number of
         updates in a row that were skipped since they were not finite.
       report: state, carry, batch and seed to the new carry and metrics.
       policy_params: takes from a state what the policy needs.
@@ -38,7 +41,9 @@ class Algorithm:
 
     init: Callable[[Array], Tree]
     carry: Callable[[Tree, int], Tree]
-    train: Callable[[Tree, Tree, Any, Array], tuple[Tree, Tree, Outputs, Metrics]]
+    train: Callable[
+        [Tree, Tree, Any, Array, Gather], tuple[Tree, Tree, Outputs, Metrics]
+    ]
     report: Callable[[Tree, Tree, Any, Array], tuple[Tree, Metrics]]
     policy_params: Callable[[Tree], Tree]
     policy: Callable[[Tree, Tree, Any, Array, str], tuple[Tree, Outputs, Outputs]]

@@ -102,6 +102,22 @@ class Layout:
                 f"are split into by the devices of this host, got {rows}."
             )
 
+    def gather(self, weights: Tree) -> Tree:
+        """Makes weights whole along `fsdp` for their use in a compiled function.
+
+        Where all three axes split something, XLA's partitioner makes gradients wrong
+        if this is left to it.
+        """
+        if self.mesh.shape["fsdp"] == 1:
+            return weights
+
+        def whole(x: jax.Array) -> jax.Array:
+            axes = [None if axis == "fsdp" else axis for axis in self._spec(x)]
+            sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+        return jax.tree.map(whole, weights)
+
     def copy(self, tree: Tree) -> Tree:
         """Puts the same values on every device, without waiting."""
         return put(tree, jax.tree.map(lambda _: self.everywhere, tree))

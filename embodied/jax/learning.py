@@ -236,7 +236,7 @@ class Learner:
     ) -> tuple[list[Array], Tree, dict[str, Any], Packed, list[Array] | None]:
         state = jax.tree.unflatten(self._treedef, leaves)
         state, carry, outputs, metrics = self._algorithm.train(
-            state, carry, batch, seed
+            state, carry, batch, seed, self._layout.gather
         )
         leaves = jax.tree.leaves(state)
         params = None if self._publish is None else copies(self._params(leaves))
@@ -245,7 +245,7 @@ class Learner:
     def _report(
         self, leaves: list[Array], carry: Tree, batch: Mapping[str, Array], seed: Array
     ) -> tuple[Tree, Packed]:
-        state = jax.tree.unflatten(self._treedef, leaves)
+        state = self._layout.gather(jax.tree.unflatten(self._treedef, leaves))
         carry, metrics = self._algorithm.report(state, carry, batch, seed)
         return carry, pack(metrics)
 

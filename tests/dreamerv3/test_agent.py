@@ -146,47 +146,70 @@ def test_log_keys_and_reset_are_left_out():
 
 
 GRADIENTS = """
-import json
+import dataclasses, json, sys
 from embodied.jax.setup import setup
 setup('cpu', mock_devices=8)
 import agent_testing as testing, jax, numpy as np
 from dreamerv3 import model, training
-from embodied.jax.devices import train_layout
+from embodied import Space
+from embodied.jax import devices
 from embodied.jax.names import flat_params
 
-state = testing.make_state(replay_context=testing.CONTEXT)
+testing.OBS_SPACE['image'] = Space(np.uint8, (48, 48, 3))
+flags = testing.flags(**{'agent.dyn.rssm.free_nats': 0})  # Else the prior may rest.
+state = testing.make_state(*flags, replay_context=testing.CONTEXT)
 batch = testing.make_batch(batch=8)
+shape = (*batch['token'].shape, 48, 48, 3)
+batch['image'] = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
 
 def gradients(params, slowval, norms, carry, batch):
     seed = jax.numpy.array([1, 2], jax.numpy.uint32)
-    function = jax.value_and_grad(training.loss, has_aux=True)
-    (value, _), grads = function(params, carry, batch, seed, slowval, norms)
+    def loss(params):
+        weights = layout.gather((params, slowval))
+        return training.loss(weights[0], carry, batch, seed, weights[1], norms)
+    (value, _), grads = jax.value_and_grad(loss, has_aux=True)(params)
     return value, grads
 
 results = []
-for indices in ([0], range(8)):
-    layout = train_layout(list(indices), '-1,1,1')
+for indices, mesh in [([0], '1,1,1'), *((range(8), mesh) for mesh in sys.argv[1:])]:
+    layout = devices.train_layout(list(indices), mesh)
+    layout = dataclasses.replace(layout, smallest=16)  # Nearly all weights are split.
     weights = (state.model, state.slowval, training.norm_states(state))
-    weights = layout.copy(jax.device_get(weights))
+    weights = devices.put(jax.device_get(weights), layout.weights(weights))
+    split = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(weights))
     carry = jax.device_get(model.init_carry(state.model, 8))
     carry, rows = layout.place(carry), layout.place(batch)
     step = testing.quick_jit(gradients, out_shardings=layout.everywhere)
-    value, grads = step(*weights, carry, rows)
-    results.append((float(value), jax.device_get(flat_params(grads))))
-(one, few), (eight, many) = results
+    value, grads = jax.device_get(step(*weights, carry, rows))
+    results.append((float(value), flat_params(grads), split))
+one, few, _ = results[0]
 norm = np.linalg.norm
-errors = {name: float(norm(few[name] - many[name]) / norm(few[name])) for name in few}
-print(json.dumps({'loss': abs(one - eight) / abs(one), 'errors': errors}))
+print(json.dumps([
+    {
+        'loss': abs(one - value) / abs(one),
+        'split': split,
+        'errors': {x: float(norm(few[x] - many[x]) / norm(few[x])) for x in few},
+    }
+    for value, many, split in results[1:]
+]))
 """
+MESHES = [
+    ["-1,1,1", "2,2,2"],
+    pytest.param(["2,4,1", "1,8,1", "4,1,2"], marks=pytest.mark.slow, id="two axes"),
+    pytest.param(["1,4,2", "1,2,4", "1,1,8"], marks=pytest.mark.slow, id="tensor"),
+]
 
 
-@pytest.mark.timeout(300)
-def test_eight_devices_and_one_have_the_same_loss_and_gradients():
-    found = json.loads(run_program(GRADIENTS).splitlines()[-1])
-    assert found["loss"] < 1e-4
-    assert len(found["errors"]) > 50
-    worst = max(found["errors"], key=found["errors"].__getitem__)
-    assert found["errors"][worst] < 1e-4, worst
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("meshes", MESHES)
+def test_eight_devices_and_one_have_the_same_loss_and_gradients(meshes):
+    results = json.loads(run_program(GRADIENTS, *meshes).splitlines()[-1])
+    for mesh, found in zip(meshes, results, strict=True):
+        assert found["loss"] < 1e-4, mesh
+        assert len(found["errors"]) > 60
+        worst = max(found["errors"], key=found["errors"].__getitem__)
+        assert found["errors"][worst] < 1e-4, (mesh, worst)
+        assert (found["split"] > 10) == (mesh != "-1,1,1")
 
 
 AGENTS = """

@@ -35,12 +35,12 @@ def loss(net, batch, noise):
     return jnp.square(error).mean() + batch["reward"].mean()
 
 
-def train(state, carry, batch, seed):
+def train(state, carry, batch, seed, gather):
     """Gradient descent; `age` is the number of the update, in every element."""
     net, opt = state["net"], state["opt"]
     shape = (*batch["vector"].shape[:2], UNITS)
     noise = 0.1 * jax.random.normal(jax.random.wrap_key_data(seed), shape)
-    value, grad = jax.value_and_grad(loss)(net, batch, noise)
+    value, grad = jax.value_and_grad(lambda net: loss(gather(net), batch, noise))(net)
     finite = jnp.isfinite(value)
     kernel = net["kernel"] - jnp.where(finite, 0.1 * grad["kernel"], 0)
     skipped = jnp.where(finite, 0, opt["nonfinite"] + 1)
