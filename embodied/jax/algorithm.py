@@ -25,11 +25,11 @@ class Algorithm:
       init: makes the state of a random key.
       carry: makes the carry of so many rows, before the first step of training,
         reports and policies alike, from a state or from the policy's parameters.
-      train: makes one update: state, carry, batch and seed to the new state, the
-        new carry, outputs and metrics. Weights have to go through the function that
-        comes last before they are used, which gathers them where they are split;
-        gradients are taken of what goes into it. Metric `opt/nonfinite` is the number of
-        updates in a row that were skipped since they were not finite.
+      train: makes one update: state, carry, batch, seed and a function to the new
+        state, the new carry, outputs and metrics. The function gathers weights that
+        are split; they go through it before they are used, and gradients are those
+        of what goes into it. Metric `opt/nonfinite` is the number of updates in a row
+        that were skipped since they were not finite.
       report: state, carry, batch and seed to the new carry and metrics.
       policy_params: takes from a state what the policy needs.
       policy: parameters, carry, observations, seed and mode to the new carry,
