@@ -1,10 +1,18 @@
-"""Measures one update and one policy step of the agent.
+"""Measures updates and policy steps of the agent, as runs make them.
 
     python -m benchmarks.train_step --size size12m [--batch 16] [--length 64]
-        [--platform cuda] [--dtype bfloat16] [--unroll 1 1] [--count-only]
+        [--platform cuda] [--dtype bfloat16] [--cold] [--count-only]
 
-Images of 64x64x3 and 17 discrete actions, a batch that stays on the device. The last
-line is JSON.
+Images of 64x64x3 and 17 discrete actions. Updates are calls of `agent.train` on one
+batch that stays on the device; a policy step is a call of `agent.policy_table`, from
+observations in host memory to actions and latents in host memory. The last line is JSON:
+
+- ms_per_update, ms_per_policy: the best of some rounds, and the median.
+- model_tflop: operations of the matrix products and convolutions of an update.
+- utilisation: their share of what the device can do in that time; null if unknown.
+- peak_bytes: memory of the device.
+- compile_seconds: of the update; from the persistent cache if it is there.
+- parameters: of all networks that are trained.
 """
 
 from __future__ import annotations
@@ -12,104 +20,131 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tempfile
 import time
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+PEAK_FLOPS = {"NVIDIA H200": 790e12}  # In bfloat16, measured; by kind of device.
+IMAGE, CLASSES = (64, 64, 3), 17
+POLICY_STEPS, POLICY_WARMUP = 100, 20
 
-def main() -> None:
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the measurements."""
-    options = parse()
-    if options.platform:
-        os.environ["JAX_PLATFORMS"] = options.platform
+    options = parse(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.cold:
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        print(json.dumps(measure(options, folder)), flush=True)
+    return 0
+
+
+def measure(options: argparse.Namespace, logdir: str) -> dict[str, Any]:
+    """Returns the figures."""
+    import jax
+
+    from dreamerv3 import agent as agents
+    from dreamerv3.config import load_config
+
+    if options.unroll:
+        agents.UNROLL = agents.CPU_UNROLL = dict(
+            zip(("scan", "imagine"), options.unroll)
+        )
+    config = load_config(
+        [
+            *("--configs", options.size, "--logdir", logdir),
+            *("--jax.platform", options.platform),
+            *("--jax.compute_dtype", options.dtype),
+            *("--run.envs", str(options.envs), "--run.actor_batch", str(options.envs)),
+        ]
+    )
+    state = state_shapes(config)
+    result: dict[str, Any] = {
+        "size": options.size,
+        "dtype": options.dtype,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.model)),
+    }
+    if options.count_only:
+        return result
+    agent = agents.Agent(*spaces(), config)
+    device = jax.devices()[0]
+    print(f"{device.device_kind}, jax {jax.__version__}, {options.size}", flush=True)
+    batch = make_batch(options, config.agent.dyn.rssm)
+    flops = count_update(state, batch)
+    seconds, result["compile_seconds"] = update_seconds(agent, batch, options)
+    result["ms_per_update"] = round(1e3 * seconds, 3)
+    result["ms_per_policy"] = round(1e3 * policy_seconds(agent, options.envs), 3)
+    result["model_tflop"] = round(flops / 1e12, 4)
+    peak = PEAK_FLOPS.get(device.device_kind)
+    result["utilisation"] = round(flops / seconds / peak, 4) if peak else None
+    statistics = device.memory_stats() or {}
+    result["peak_bytes"] = int(statistics.get("peak_bytes_in_use", 0))
+    return result
+
+
+def update_seconds(
+    agent: Any, batch: dict[str, np.ndarray], options: argparse.Namespace
+) -> tuple[float, float]:
+    """Returns the time of an update, and that until the first one was queued."""
+    placed = next(iter(agent.stream([batch])))
+    carry = agent.init_train(options.batch)
+    started = time.perf_counter()
+    carry, _, _ = agent.train(carry, placed)
+    compiling = round(time.perf_counter() - started, 1)
+    times = []
+    for _ in range(options.repeats + 1):
+        agent.flush()
+        started = time.perf_counter()
+        for _ in range(options.updates):
+            carry, _, _ = agent.train(carry, placed)
+        agent.flush()
+        times.append((time.perf_counter() - started) / options.updates)
+    return min(times[1:]), compiling
+
+
+def policy_seconds(agent: Any, envs: int) -> float:
+    """Returns the median time of a policy step."""
+    rng = np.random.default_rng(0)
+    obs = {
+        "image": rng.integers(0, 255, (envs, *IMAGE), np.uint8),
+        "is_first": np.zeros(envs, bool),
+    }
+    agent.init_table(envs)
+    times = []
+    for _ in range(POLICY_STEPS):
+        started = time.perf_counter()
+        agent.policy_table(np.arange(envs), obs)
+        times.append(time.perf_counter() - started)
+    return float(np.median(times[POLICY_WARMUP:]))
+
+
+def state_shapes(config: Any) -> Any:
+    """Returns the state of the agent without its numbers."""
+    import jax
+
+    from dreamerv3 import model
+
+    def init(key: Any) -> model.State:
+        return model.init(key, *spaces(), config.agent)
+
+    return jax.eval_shape(init, jax.random.key(0))
+
+
+def count_update(state: Any, batch: dict[str, np.ndarray]) -> int:
+    """Returns the operations of an update."""
     import jax
 
     from benchmarks.flops import count_flops
-    from dreamerv3 import model as models
-    from dreamerv3.config import load_config
+    from dreamerv3.model import init_carry
     from dreamerv3.training import train_step
 
-    config = load_config(["--configs", options.size])
-    obs_space, act_space = spaces()
-    result: dict[str, Any] = {"size": options.size, "dtype": options.dtype}
-    init = partial(
-        models.init,
-        obs_space=obs_space,
-        act_space=act_space,
-        config=config.agent,
-        compute_dtype=options.dtype,
-        unroll={"scan": options.unroll[0], "imagine": options.unroll[1]},
-    )
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    leaves = jax.tree.leaves(shapes.model)
-    result["parameters"] = int(sum(np.prod(leaf.shape) for leaf in leaves))
-    if options.count_only:
-        print(json.dumps(result))
-        return
-
-    device = jax.devices()[0]
-    print(f"{device.device_kind}, jax {jax.__version__}, {options.size}", flush=True)
-    batch = jax.device_put(make_batch(options, config.agent.dyn.rssm), device)
-    state = jax.jit(init)(jax.random.key(0))
-    carry = models.init_carry(state.model, options.batch)
-    seed = jax.random.key_data(jax.random.key(1))
-    flops = count_flops(train_step, state, carry, batch, seed)
-    jitted = jax.jit(train_step, donate_argnums=(0, 1))
-    started = time.perf_counter()
-    step = jitted.lower(state, carry, batch, seed).compile()
-    result["compile_seconds"] = round(time.perf_counter() - started, 1)
-    print(f"compiled in {result['compile_seconds']} s", flush=True)
-
-    times = []
-    for _ in range(options.repeats + 1):
-        started = time.perf_counter()
-        for _ in range(options.updates):
-            state, carry, outputs, metrics = step(state, carry, batch, seed)
-        jax.block_until_ready((state, outputs, metrics))
-        times.append((time.perf_counter() - started) / options.updates)
-    result["ms_per_update"] = round(1e3 * min(times[1:]), 3)
-    result["loss"] = float(metrics["opt/loss"])
-    result["model_tflop"] = round(flops / 1e12, 4)
-    rate = flops / min(times[1:])
-    result["utilisation"] = round(rate / PEAK_FLOPS, 4)
-    statistics = device.memory_stats() or {}
-    result["peak_bytes"] = int(statistics.get("peak_bytes_in_use", 0))
-    result["ms_per_policy"] = round(1e3 * policy_seconds(state, options), 3)
-    print(json.dumps(result))
-
-
-PEAK_FLOPS = 790e12  # Of an H200 in bfloat16, measured.
-
-
-def policy_seconds(state: Any, options: argparse.Namespace) -> float:
-    """Median time of one policy step, from host observations to host actions."""
-    import jax
-
-    from dreamerv3 import model as models
-
-    # As the actor does it: parameters are a list, which is quicker to pass.
-    leaves, tree = jax.tree.flatten(jax.jit(models.policy_params)(state.model))
-    carry = models.init_carry(state.model, options.envs)
-
-    @partial(jax.jit, donate_argnums=(1,))
-    def step(leaves: list, *arguments: Any) -> Any:
-        return models.policy(jax.tree.unflatten(tree, leaves), *arguments)
-
-    rng = np.random.default_rng(0)
-    obs = {
-        "image": rng.integers(0, 255, (options.envs, 64, 64, 3), np.uint8),
-        "is_first": np.zeros(options.envs, bool),
-    }
-    times = []
-    for index in range(100):
-        started = time.perf_counter()
-        seed = np.array([0, index], np.uint32)
-        carry, actions, _ = step(leaves, carry, obs, seed)
-        jax.device_get(actions)
-        times.append(time.perf_counter() - started)
-    return float(np.median(times[20:]))
+    rows = len(batch["is_first"])
+    carry = jax.eval_shape(lambda: init_carry(state.model, rows))
+    seed = jax.ShapeDtypeStruct((2,), np.uint32)
+    return count_flops(train_step, state, carry, batch, seed)
 
 
 def spaces() -> tuple[dict, dict]:
@@ -117,8 +152,8 @@ def spaces() -> tuple[dict, dict]:
     from embodied import Space
     from embodied.envs.keys import SIGNALS
 
-    obs = {"image": Space(np.uint8, (64, 64, 3)), **SIGNALS}
-    return obs, {"reset": Space(bool), "action": Space(np.int32, (), 0, 17)}
+    obs = {"image": Space(np.uint8, IMAGE), **SIGNALS}
+    return obs, {"reset": Space(bool), "action": Space(np.int32, (), 0, CLASSES)}
 
 
 def make_batch(options: argparse.Namespace, rssm: Any) -> dict[str, np.ndarray]:
@@ -130,12 +165,12 @@ def make_batch(options: argparse.Namespace, rssm: Any) -> dict[str, np.ndarray]:
     deter = np.zeros((options.batch, 1, rssm.deter))
     wide = ml_dtypes.bfloat16 if options.dtype == "bfloat16" else np.float32
     return {
-        "image": rng.integers(0, 255, (*lead, 64, 64, 3), np.uint8),
+        "image": rng.integers(0, 255, (*lead, *IMAGE), np.uint8),
         "reward": rng.standard_normal(lead).astype(np.float32),
         "is_first": np.zeros(lead, bool),
         "is_last": np.zeros(lead, bool),
         "is_terminal": np.zeros(lead, bool),
-        "action": rng.integers(0, 17, lead, np.int32),
+        "action": rng.integers(0, CLASSES, lead, np.int32),
         "consec": np.zeros(lead, np.int32),
         "stepid": np.zeros((*lead, 20), np.uint8),
         "dyn/deter": deter.astype(wide),
@@ -143,21 +178,32 @@ def make_batch(options: argparse.Namespace, rssm: Any) -> dict[str, np.ndarray]:
     }
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the flags."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="size12m")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--envs", type=int, default=16)
-    parser.add_argument("--platform", default="")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--unroll", type=int, nargs=2, default=[1, 1])
-    parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--count-only", action="store_true")
-    return parser.parse_args()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", default="size12m", help="block with the model's size")
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a batch")
+    parser.add_argument("--length", type=int, default=64, help="their steps")
+    parser.add_argument("--envs", type=int, default=16, help="rows of a policy step")
+    parser.add_argument("--platform", default="auto", help="kind of device")
+    parser.add_argument("--dtype", default="bfloat16", help="the cpu has float32 alone")
+    parser.add_argument(
+        "--unroll",
+        type=int,
+        nargs=2,
+        metavar=("SCAN", "IMAGINE"),
+        help="steps per iteration of the loops over time; default: as in runs",
+    )
+    parser.add_argument("--updates", type=int, default=20, help="of a round")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds")
+    parser.add_argument("--cold", action="store_true", help="compile without the cache")
+    parser.add_argument(
+        "--count-only", action="store_true", help="count parameters, and no more"
+    )
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
