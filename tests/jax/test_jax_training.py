@@ -45,8 +45,12 @@ def test_large_integers_come_back_as_they_are():
 def test_state_and_carry_are_given_away():
     agent = make_agent()
     carry = agent.init_train(8)
+    state = dict(zip(agent._learner.names, agent._learner._leaves))
+    assert {"net/kernel", "opt/step"} <= state.keys()
     agent.train(carry, make_batch())
     assert carry["total"].is_deleted()
+    kept = [name for name, array in state.items() if not array.is_deleted()]
+    assert not kept
 
 
 def test_same_seed_and_batches_give_the_same_parameters():
