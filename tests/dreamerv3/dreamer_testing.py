@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import agent_testing as testing
+import jax
 import numpy as np
 
 from dreamerv3.agent import Agent
@@ -30,3 +31,25 @@ def make_obs(rows: int) -> dict[str, np.ndarray]:
         "is_first": np.ones(rows, bool),
         "reward": np.zeros(rows, np.float32),
     }
+
+
+def train_rounds(agent: Agent, rounds: int, rows: int) -> dict[str, np.ndarray]:
+    """Trains on numbered batches; returns parameters, metrics and outputs by name.
+
+    With several processes each takes its part of the same rows. All batches after the
+    first continue their sequences, from the carry.
+    """
+    host, hosts = jax.process_index(), jax.process_count()
+    mine = slice(host * rows // hosts, (host + 1) * rows // hosts)
+    carry = agent.init_train(rows // hosts)
+    for index in range(rounds):
+        batch = testing.make_batch(index, batch=rows)
+        batch["consec"] = np.full_like(batch["consec"], index)
+        carry, _, _ = agent.train(carry, {key: x[mine] for key, x in batch.items()})
+    outputs, metrics = agent.flush()
+    parts = {
+        "params": agent.save()["params"],
+        "metrics": metrics,
+        "replay": outputs["replay"],
+    }
+    return {f"{part}:{key}": x for part in parts for key, x in parts[part].items()}
