@@ -5,7 +5,7 @@
 
 Images of 64x64x3 and 17 discrete actions. Updates are calls of `agent.train` on one
 batch that stays on the device; a policy step is a call of `agent.policy_table`, from
-observations in host memory to actions and latents in host memory. The last line is JSON:
+observations to actions and latents, all in host memory. The last line is JSON:
 
 - ms_per_update, ms_per_policy: the best of some rounds, and the median.
 - model_tflop: operations of the matrix products and convolutions of an update.
