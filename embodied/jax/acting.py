@@ -132,7 +132,7 @@ class Actor:
         return carry, devices.fetch(actions), devices.fetch(outputs)
 
     def init_table(self, slots: int, batch: int) -> None:
-        """Makes a table of carries, which begin anew.
+        """Makes a table of carries, which begin anew, and compiles its steps.
 
         Args:
           slots: number of environments.
@@ -146,6 +146,9 @@ class Actor:
             )
             self._fresh = np.ones(slots, bool)
             self._sizes = batch_sizes(slots, batch, self._layout.parts)
+            for size in self._sizes:
+                for mode in self._algorithm.modes:
+                    self._compile_table(size, mode)
 
     def reset(self, slots: Any) -> None:
         """Lets slots of the table begin anew with their next step."""
@@ -215,6 +218,13 @@ class Actor:
         carry = jax.tree.map(read, table, begin)
         carry, actions, outputs = self._algorithm.policy(params, carry, obs, seed, mode)
         return jax.tree.map(write, table, carry), actions, outputs
+
+    def _compile_table(self, size: int, mode: str) -> None:
+        """Compiles a step now, since all environments would wait for it later."""
+        inputs = self._place(self.observations.zeros(size), self._layout.batch(size))
+        slots, fresh = np.zeros(size, np.int32), np.ones(size, bool)
+        arguments = (self._table, inputs, np.zeros(2, np.uint32), slots, fresh)
+        self._step("policy_table", self._table_policy, size, mode, arguments)
 
     def _step(
         self, name: str, function: Any, rows: int, mode: str, arguments: tuple

@@ -69,6 +69,13 @@ class Observations:
             result[key] = value.astype(self._dtypes[key], copy=False)
         return result
 
+    def zeros(self, rows: int) -> dict[str, np.ndarray]:
+        """Returns zeros for so many rows, as the policy reads them."""
+        return {
+            key: np.zeros((rows, *space.shape), self._dtypes[key])
+            for key, space in self._spaces.items()
+        }
+
     def counts(self) -> dict[str, int]:
         """Number of observations that were not finite, by key."""
         with self._lock:

@@ -190,16 +190,19 @@ def test_a_new_table_may_have_another_size(table_agent):
         np.testing.assert_allclose(actions["action"], expected, rtol=1e-3, atol=1e-3)
 
 
-def test_only_a_few_sizes_are_compiled(caplog):
+def test_a_few_sizes_are_compiled_before_the_first_step(caplog):
     caplog.set_level(logging.INFO)
     agent = make_agent(actor_batch=3)
     agent.init_table(9)
-    for count in range(1, 10):
-        for _ in range(2):
-            agent.policy_table(range(count), make_obs(count))
     messages = [record.getMessage() for record in caplog.records]
     compiled = [text for text in messages if text.startswith("Compiling policy")]
-    assert len(compiled) == len(batch_sizes(9, 3)) == 2
+    modes = ("train", "eval")
+    assert len(compiled) == len(modes) * len(batch_sizes(9, 3)) == 4
+    caplog.clear()
+    for count in range(1, 10):
+        for mode in modes:
+            agent.policy_table(range(count), make_obs(count), mode)
+    assert "Compiling" not in caplog.text
 
 
 @pytest.mark.parametrize("slots", [[], [0, 0], [TABLE_SLOTS], [-1]])
