@@ -234,7 +234,8 @@ def _unflatten(spec: Any, values: Iterator[Any]) -> Any:
     if isinstance(spec, Mapping):
         return {part: _unflatten(child, values) for part, child in spec.items()}
     if isinstance(spec, list | tuple):
-        return [_unflatten(child, values) for child in spec]
+        children = [_unflatten(child, values) for child in spec]
+        return tuple(children) if isinstance(spec, tuple) else children
     return next(values)
 
 

@@ -141,6 +141,7 @@ def test_integer_actions_count_from_zero():
     env.step({"reset": True})
     flags = np.array([1, 0], np.int32)
     env.step({"reset": False, "action/0": np.int32(0), "action/1": flags})
+    assert type(inner.actions[0]) is type(inner.action_spec())
     number, booleans = inner.actions[0]
     assert number == -1
     assert number.dtype == np.int64
