@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $(INSTALLED)
 
 demo: $(INSTALLED) ## Learn to balance a pole, in minutes on a CPU, and draw the curve
-	@$(BIN)/python -m dreamerv3.main --configs demo --logdir $(LOGDIR)
+	@$(BIN)/python -m dreamerv3.main --configs demo --logdir $(LOGDIR) $(FLAGS)
 	@$(BIN)/python -m benchmarks.plot $(LOGDIR) --out $(LOGDIR)/scores.png
 
 test: lint ## Lint, then all tests that are quick
