@@ -43,6 +43,21 @@ parallel.make_env = lambda config, index: Task(index)
 parallel.make_agent = lambda config, spaces: Failing()
 """
 
+FAILING_ONCE = """
+import pathlib
+
+class FailingOnce(CountingAgent):
+    def {method}(self, *args):
+        fault = pathlib.Path({fault!r})
+        if self.updates == 20 and fault.exists():
+            fault.unlink()
+            raise OSError("the device was away for a moment")
+        return super().{method}(*args)
+
+parallel.make_env = lambda config, index: Task(index)
+parallel.make_agent = lambda config, spaces: FailingOnce()
+"""
+
 
 def write_script(folder, body):
     path = folder / "program.py"
@@ -132,6 +147,21 @@ def test_a_failure_of_the_agent_process_is_told(tmp_path):
         shown = program.output()
     assert "Worker 'agent' of role 'agent' failed for good" in shown
     assert "OSError: the disk is on fire" in shown
+
+
+@pytest.mark.parametrize("method", ["train", "policy"])
+def test_env_workers_wait_for_an_agent_that_comes_back(tmp_path, method):
+    fault, logdir = tmp_path / "fault", tmp_path / "run"
+    fault.touch()
+    body = FAILING_ONCE.format(method=method, fault=str(fault))
+    argv = small(logdir, "--run.agent_process", "True", steps=3000)
+    with Program(*argv, script=write_script(tmp_path, body)) as program:
+        assert program.wait() == 0, program.output()
+        shown = program.output()
+    assert shown.count("Role agent is restarted: failed with OSError") == 1
+    # Those that asked just then were told of the error.
+    assert "Role env-" not in shown or method == "policy"
+    assert Saved(logdir).step >= 3000
 
 
 def test_a_batch_that_would_never_be_full_is_refused(tmp_path):

@@ -71,6 +71,7 @@ class Actor:
         progress: Callable[[], None] = lambda: None,
     ):
         self.over = False  # Once set, workers are sent away.
+        self.closing = False  # Once set, connections may be gone.
         self._replay = replay
         self._logger = logger
         self._table = make_table(agent)
@@ -129,7 +130,7 @@ class Actor:
         try:
             self._publish(transitions)
         except Disconnected:
-            if not self.over:
+            if not (self.over or self.closing):
                 raise
 
     def leave(self, envids: list[int]) -> None:
@@ -288,12 +289,15 @@ def run_actor(
         with server:
             try:
                 ending.wait()
-            finally:
+                # Not after a failure: workers then wait for an agent that comes back.
                 actor.over = True
+            finally:
+                actor.closing = True
                 # First, since workers would wait as long as the replay takes nothing.
                 for client in clients:
                     client.close()
-                _see_off(server)
+                if actor.over:
+                    _see_off(server)
     finally:
         for client in clients:
             client.close()
