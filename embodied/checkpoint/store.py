@@ -217,8 +217,12 @@ class Checkpoint:
         parts = {name: self.read_part(manifest, name) for name in self.parts(manifest)}
         return parts, manifest.meta
 
-    def discard(self, tag: str) -> None:
-        """Removes the parts of a save that failed; a committed tag is left alone."""
+    def discard(self, tag: str) -> bool:
+        """Removes the parts of a save that failed; a committed tag is left alone.
+
+        Returns:
+          Whether it is sure that the tag was not committed.
+        """
         check_tag(tag)
         with self._lock:
             readable, damaged = self._manifests.read()
@@ -227,10 +231,11 @@ class Checkpoint:
                 self._manifests.archived(tag),
             } & damaged.keys()
             if unclear or any(manifest.tag == tag for manifest in readable):
-                return
+                return False
             for path in list_files(self._root, self._folder):
                 if find_tag(path) == tag:
                     delete(self._root, path)
+            return True
 
     def prune(self) -> None:
         """Removes all but the newest checkpoints, and the files only those list.

@@ -149,19 +149,16 @@ class RunCheckpoint:
         except CheckpointError as error:
             logger.warning("Step %d was not saved. %s", step, error)
             if tag:
-                self._take_back(tag, records, replays)
+                self._take_back(tag, replays)
             return False
         self._saved = step
         return True
 
-    def _take_back(
-        self, tag: str, records: list[FileRecord], replays: list[tuple[Replay, Tree]]
-    ) -> None:
+    def _take_back(self, tag: str, replays: list[tuple[Replay, Tree]]) -> None:
         """Removes the files of a save that failed, for the next to have room."""
         try:
-            self._checkpoint.discard(tag)
             # What was committed after all, although that raised, is left alone.
-            if not any((self._root / record.path).exists() for record in records):
+            if self._checkpoint.discard(tag):
                 for replay, data in replays:
                     replay.discard(data)
         except (CheckpointError, OSError) as error:

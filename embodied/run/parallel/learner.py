@@ -15,9 +15,9 @@ from embodied.checkpoint import CheckpointError
 from embodied.clock import GlobalClock
 from embodied.run.metrics import Means
 from embodied.run.parallel import wiring
+from embodied.run.parallel.conductor import Conductor
 from embodied.run.parallel.ending import Ending
 from embodied.run.parallel.replicas import Replicas, join_replicas
-from embodied.run.parallel.saving import Conductor
 from embodied.run.parallel.streams import RemoteStream
 from embodied.run.usage import Usage
 
