@@ -3,8 +3,6 @@
 import pytest
 from parallel_testing import Program, Saved, metrics, small
 
-from embodied.rpc import Keys, free_port
-
 # Roles that share an agent, as threads of whatever kind; the others are processes.
 SCRIPT = """
 import sys, threading
@@ -43,20 +41,11 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def flags(tmp_path):
-    Keys.generate().save(tmp_path / "keys.json")
-    flags = ["--run.keyfile", tmp_path / "keys.json"]
-    for role in ("actor", "replay", "logger"):
-        flags += [f"--run.{role}_addr", f"localhost:{free_port()}"]
-    return list(map(str, flags))
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_of_a_program(tmp_path, flags, kind):
+def test_threads_of_a_program(tmp_path, addresses, kind):
     script, logdir = tmp_path / "program.py", tmp_path / "run"
     script.write_text(SCRIPT.format(thread=KINDS[kind], setup=""))
-    with Program(*small(logdir, *flags, steps=3000), script=script) as program:
+    with Program(*small(logdir, *addresses, steps=3000), script=script) as program:
         assert program.wait() == 0, program.output()
         shown = program.output()
     assert "Traceback" not in shown
@@ -68,7 +57,7 @@ def test_threads_of_a_program(tmp_path, flags, kind):
     assert set(metrics(logdir)["episode/score"]) == {5.0}
 
 
-def test_the_actor_fails_at_once_with_the_learners_error(tmp_path, flags):
+def test_the_actor_fails_at_once_with_the_learners_error(tmp_path, addresses):
     setup = """
 def fail(*args):
     raise ValueError("cannot be restored")
@@ -79,7 +68,7 @@ args = args.update(from_checkpoint=args.logdir)
     with Program(*small(logdir, steps=50)) as program:
         assert program.wait() == 0, program.output()
     script.write_text(SCRIPT.format(thread=KINDS["threading"], setup=setup))
-    with Program(*small(logdir, *flags, steps=10**9), script=script) as program:
+    with Program(*small(logdir, *addresses, steps=10**9), script=script) as program:
         assert program.wait() == 1, program.output()
         shown = program.output()
     assert "The actor ends because the learner failed" in shown

@@ -5,18 +5,6 @@ import contextlib
 import pytest
 from parallel_testing import Program, Saved, metrics, small, wait_until
 
-from embodied.rpc import Keys, free_port
-
-
-@pytest.fixture
-def addresses(tmp_path):
-    """Flags that all commands of a run share: explicit addresses and a key file."""
-    Keys.generate().save(tmp_path / "keys.json")
-    flags = ["--run.keyfile", tmp_path / "keys.json"]
-    for role in ("actor", "replay", "logger"):
-        flags += [f"--run.{role}_addr", f"localhost:{free_port()}"]
-    return list(map(str, flags))
-
 
 @contextlib.contextmanager
 def started(*commands):

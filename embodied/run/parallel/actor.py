@@ -241,8 +241,8 @@ def parallel_actor(agent: Agent, barrier: threading.Barrier, args: Any) -> None:
     wiring.check_addresses(args, "actor_addr", "replay_addr", "logger_addr")
     ending = Ending(barrier, "actor", "learner")
     with ending:
-        ending.meet()
-        run_actor(agent, ending, args)
+        if ending.meet():
+            run_actor(agent, ending, args)
 
 
 def run_actor(

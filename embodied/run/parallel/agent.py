@@ -70,15 +70,15 @@ def run_agent(
 
 def _abandon(abandon: threading.Event, barrier: threading.Barrier) -> None:
     abandon.wait()
-    Ending(barrier, "launcher", "agent").fail(RuntimeError("The run was ended."))
+    Ending(barrier, "launcher", "agent").abandon()
 
 
 def _act(
     agent: Agent, barrier: threading.Barrier, args: Any, progress: Callable[[], None]
 ) -> None:
     with Ending(barrier, "actor", "learner") as ending:
-        ending.meet()
-        run_actor(agent, ending, args, progress)
+        if ending.meet():
+            run_actor(agent, ending, args, progress)
 
 
 def _learn(

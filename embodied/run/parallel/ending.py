@@ -18,7 +18,8 @@ class Ending:
           ending.meet()            # When the run is over.
 
     Whoever fails breaks the barrier, and the other one fails with the same error. What
-    the two sides share beside the barrier is kept in attributes of it.
+    the two sides share beside the barrier is kept in attributes of it. The first time
+    they may not meet at all: the learner calls it off if it is told to end before.
 
     Args:
       barrier: of two, new.
@@ -47,8 +48,13 @@ class Ending:
         """Whether the other side has failed."""
         return self._barrier.broken
 
-    def meet(self, timeout: float | None = None) -> None:
-        """Waits for the other side.
+    @property
+    def abandoned(self) -> bool:
+        """Whether all is to end at once."""
+        return "abandoned" in vars(self._barrier)
+
+    def meet(self, timeout: float | None = None) -> bool:
+        """Waits for the other side; False if that has called it off.
 
         Raises:
           RuntimeError: the other side has failed, with its error as the cause.
@@ -56,9 +62,11 @@ class Ending:
         """
         with contextlib.suppress(threading.BrokenBarrierError):
             self._barrier.wait(timeout)
-            return
+            return True
         if "failure" in vars(self._barrier):
             self.check()
+        if "called_off" in vars(self._barrier):
+            return False
         raise TimeoutError(
             f"The {self._name} waited {timeout} s for the {self._other}."
         )
@@ -68,8 +76,13 @@ class Ending:
         self.meet()
 
     def on_failure(self, callback: Callable[[], None]) -> None:
-        """Has a function called, by the thread that fails, if either side does."""
+        """Has a function called, by the thread that fails, if either side does.
+
+        It may be called twice.
+        """
         vars(self._barrier).setdefault("callbacks", []).append(callback)
+        if "failure" in vars(self._barrier):
+            callback()
 
     def fail(self, error: BaseException) -> None:
         """Breaks the barrier; the first error is the one that counts."""
@@ -77,6 +90,16 @@ class Ending:
         self._barrier.abort()
         for callback in vars(self._barrier).get("callbacks", []):
             callback()
+
+    def abandon(self) -> None:
+        """Fails, and has the other sides wait for nothing any more."""
+        vars(self._barrier)["abandoned"] = True
+        self.fail(RuntimeError("The run was ended."))
+
+    def call_off(self) -> None:
+        """Leaves well before both have met."""
+        vars(self._barrier)["called_off"] = True
+        self._barrier.abort()
 
     def check(self) -> None:
         """Raises the failure of either side, if there is one."""

@@ -179,10 +179,13 @@ def run_learner(
         log = connect("logger", args.logger_addr)
         ended = connect("end", args.logger_addr)
         over = stack.enter_context(_Over(stop, ending, args.duration, replicas))
-        for client, whom in ((samples, "replay"), (log, "logger")):
-            wiring.connect(client, "The learner", whom, stop.is_set)
+        if not _connect(samples, log, replicas, stop):
+            ending.check()
+            ending.call_off()
+            return
         conductor = Conductor(agent, samples, log, args, replicas)
         stack.callback(conductor.close)
+        ending.on_failure(lambda: conductor.abandon() if ending.abandoned else None)
         if not conductor.restore() and not over:
             conductor.save(trained=0)
             conductor.wait()
@@ -198,6 +201,14 @@ def run_learner(
     ending.check()
     with contextlib.suppress(TimeoutError):
         ending.meet(END_SECONDS)
+
+
+def _connect(replay: Any, log: Any, replicas: Replicas, stop: threading.Event) -> bool:
+    """Waits for whom the learner needs; False if it is told to stop before."""
+    for client, whom in ((replay, "replay"), (log, "logger")):
+        if not wiring.connect(client, "The learner", whom, stop.is_set):
+            return False
+    return replicas.meet(stop.is_set)
 
 
 def _train(
@@ -237,6 +248,7 @@ def _train(
         conductor.save(learner.updates)
         if conductor.wait():
             return
+        ending.check()
     raise CheckpointError(
         f"The end of the run could not be saved to {args.logdir}. The warning above "
         "says why."

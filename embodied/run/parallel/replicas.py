@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from embodied.clock import ClockServer
+from embodied.rpc import Unanswered
 from embodied.run.parallel import wiring
 
 WAIT_SECONDS = 1800.0  # For the slowest replica, which may still be compiling.
@@ -29,12 +30,19 @@ class ReplicaServer(ClockServer):
     def __init__(self, addr: str, replicas: int, **kwargs: Any):
         super().__init__(addr, replicas, **kwargs)
         self._changed = threading.Condition()
+        self._closed = False
         self._ended = False
         self._ends: dict[int, tuple[bool, int]] = {}  # Decision, and who has asked.
         self._given: dict[str, dict[int, str]] = {}
         self._taken: dict[str, int] = {}
         self._server.bind("over", self._over)
         self._server.bind("gather", self._gather, workers=replicas)
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:  # Ends waits, so that the server can close.
+            self._closed = True
+            self._changed.notify_all()
+        super().__exit__(*error)
 
     def _over(self, call: int, ended: bool) -> bool:
         """Returns whether the run ends with a replica's call of that number."""
@@ -50,10 +58,14 @@ class ReplicaServer(ClockServer):
         with self._changed:
             self._given.setdefault(name, {})[int(replica)] = str(value)
             self._changed.notify_all()
-            if not self._changed.wait_for(
-                lambda: len(self._given[name]) == self._replicas, WAIT_SECONDS
-            ):
-                missing = set(range(self._replicas)) - self._given[name].keys()
+            self._changed.wait_for(
+                lambda: self._closed or len(self._given[name]) == self._replicas,
+                WAIT_SECONDS,
+            )
+            missing = set(range(self._replicas)) - self._given[name].keys()
+            if missing and self._closed:
+                raise Unanswered("The first replica is closing.")
+            if missing:
                 raise TimeoutError(
                     f"Replicas {sorted(missing)} of {self._replicas} gave no {name!r} "
                     f"within {WAIT_SECONDS:.0f} s."
@@ -91,6 +103,23 @@ class Replicas:
         """Whether this is the one that commits checkpoints."""
         return self.replica == 0
 
+    def meet(self, stopped: Callable[[], bool]) -> bool:
+        """Waits until all are there; False if that was given up.
+
+        Args:
+          stopped: whether to give up.
+        """
+        if self.alone:
+            return True
+        if not wiring.connect(self.client, "The learner", "first replica", stopped):
+            return False
+        asked = self.client.gather("meet", self.replica, "")
+        note = f"Replica {self.replica} waits for the others of {self.count}."
+        if not wiring.wait_until(asked.wait, note, stopped):
+            return False
+        asked.result(0)
+        return True
+
     def over(self, ended: bool) -> bool:
         """Returns whether the run ends now, the same in all replicas.
 
@@ -116,7 +145,7 @@ class Replicas:
 
 @contextlib.contextmanager
 def join_replicas(args: Any) -> Iterator[Replicas]:
-    """Connects this replica with the others.
+    """Makes the connections between replicas; `Replicas.meet` waits for them.
 
     Raises:
       RoleError: the address of the first replica is not known.
@@ -139,5 +168,4 @@ def join_replicas(args: Any) -> Iterator[Replicas]:
         client = stack.enter_context(
             wiring.make_client(address, f"replica-{args.replica}", args, kind="zmq")
         )
-        wiring.connect(client, "The learner", "first replica", lambda: False)
         yield Replicas(args.replica, args.replicas, client)

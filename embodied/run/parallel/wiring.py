@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -18,6 +19,7 @@ ADDRESSES = ("actor_addr", "replay_addr", "logger_addr")
 
 # Seconds until a role says for whom it waits, and until it says so again.
 FIRST_NOTE, NEXT_NOTE = 5.0, 60.0
+STOP_SECONDS = 1.0  # Until a role that waits notices that it is to stop.
 
 logger = logging.getLogger("embodied.run")
 
@@ -92,15 +94,37 @@ def connect(
     Raises:
       AuthError: it refuses this role's key.
     """
+
+    def is_there(seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            client.connect(timeout=seconds)
+            return True
+        return False
+
+    note = "" if quiet else f"{who} waits for the {whom} at {client.addr}."
+    return wait_until(is_there, note, stopped)
+
+
+def wait_until(
+    is_there: Callable[[float], bool], note: str, stopped: Callable[[], bool]
+) -> bool:
+    """Waits for something, and says so if it takes long.
+
+    Args:
+      is_there: waits for up to so many seconds; returns whether it is there.
+      note: who waits for whom; may be empty.
+      stopped: whether to give up.
+
+    Returns:
+      Whether it is there; False if the wait was given up.
+    """
     noted = time.monotonic() + FIRST_NOTE
     while not stopped():
-        try:
-            client.connect(timeout=1.0)
+        if is_there(STOP_SECONDS):
             return True
-        except TimeoutError:
-            if time.monotonic() >= noted and not quiet:
-                logger.info("%s waits for the %s at %s.", who, whom, client.addr)
-                noted = time.monotonic() + NEXT_NOTE
+        if time.monotonic() >= noted and note:
+            logger.info(note)
+            noted = time.monotonic() + NEXT_NOTE
     return False
 
 

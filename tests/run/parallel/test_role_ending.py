@@ -72,6 +72,33 @@ def test_the_first_error_counts():
         learner.check()
 
 
+def test_a_failure_is_told_also_to_who_asks_later():
+    actor, learner = sides()
+    actor.fail(ValueError("early"))
+    called = []
+    learner.on_failure(lambda: called.append(1))
+    assert called == [1] and not learner.abandoned
+
+
+def test_all_is_abandoned_from_outside():
+    actor, learner = sides()
+    seen = []
+    learner.on_failure(lambda: seen.append(learner.abandoned))
+    with Background(actor.meet) as waiting:
+        Ending(learner._barrier, "launcher", "agent").abandon()
+    assert isinstance(waiting.error, RuntimeError) and seen == [True]
+    with pytest.raises(RuntimeError, match="launcher failed: The run was ended"):
+        learner.check()
+
+
+def test_a_meeting_that_is_called_off_is_no_failure():
+    actor, learner = sides()
+    with Background(actor.meet) as waiting:
+        learner.call_off()
+    assert waiting.error is None and waiting.result is False
+    assert actor.meet() is False
+
+
 def test_a_side_that_does_not_come_is_a_timeout():
     _, learner = sides()
     with pytest.raises(TimeoutError, match=r"The learner waited 0\.01 s for the actor"):
