@@ -238,7 +238,8 @@ def parallel_envs(
     with show_messages(), stop_on_signals() as stop:
         # Once for all of them, so that a key that is refused is an error at once.
         with wiring.make_client(args.actor_addr, "envs", args) as client:
-            wiring.connect(client, "This host", "actor", stop.is_set)
+            if not wiring.connect(client, "This host", "actor", stop.is_set):
+                return
         supervisor = Supervisor(
             stall_timeout=args.stall_timeout, on_restart=_tell_restart
         )

@@ -39,6 +39,7 @@ class Learner:
       logger: client of the logger: `add`.
       args: sizes of batches and reports.
       stream_wait: share of the time that the stream has waited for the replay.
+      stream_stats: of the connection that the batches come over.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Learner:
         logger: Any,
         args: Any,
         stream_wait: Callable[[], float] = lambda: 0.0,
+        stream_stats: Callable[[], dict[str, float]] = dict,
     ):
         self.updates = 0
         self._agent = agent
@@ -57,6 +59,7 @@ class Learner:
         self._logger = logger
         self._args = args
         self._stream_wait = stream_wait
+        self._stream_stats = stream_stats
         self._carry: Tree = agent.init_train(args.batch_size)
         self._means = Means()
         self._usage = Usage(args.usage)
@@ -112,6 +115,7 @@ class Learner:
                 "timer/learner/wait": self._waiting.share(),
                 "timer/learner/train": self._training.share(),
                 "timer/learner/stream_wait": self._stream_wait(),
+                **dict(wiring.prefixed("client/learner_samples", self._stream_stats())),
                 **dict(wiring.prefixed("client/learner_replay", self._replay.stats())),
                 **dict(wiring.prefixed("client/learner_logger", self._logger.stats())),
                 **dict(wiring.prefixed("usage/agent", self._usage.result())),
@@ -196,7 +200,11 @@ def run_learner(
         batches = agent.stream(stream)
         stack.callback(getattr(batches, "close", lambda: None))
         stack.callback(stream.close)  # Before the other, which waits for it.
-        learner = Learner(agent, iter(batches), replay, log, args, stream.waiting.share)
+        learner = Learner(
+            *(agent, iter(batches), replay, log, args),
+            stream_wait=stream.waiting.share,
+            stream_stats=samples.stats,
+        )
         _train(learner, conductor, over, ending, args, progress, replicas.client)
     ending.check()
     with contextlib.suppress(TimeoutError):

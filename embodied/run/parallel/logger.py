@@ -176,8 +176,10 @@ def serve(role: LoggerRole, args: Any, stop: threading.Event) -> None:
     server.bind("wait_step", role.wait_step, workers=1)
     server.bind("save", save)
     server.bind("discard", lambda tag: None)
+    every = max(1.0, args.log_every) if args.log_every else None
     with server:
-        stop.wait()
+        while not stop.wait(every):
+            role.add(dict(wiring.prefixed("server/logger", server.stats())))
         role.release()
     role.close()
 

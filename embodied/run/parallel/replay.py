@@ -287,6 +287,7 @@ def _tell_statistics(
                 {
                     **role.stats(),
                     **dict(wiring.prefixed("server/replay", server.stats())),
+                    **dict(wiring.prefixed("client/replay_logger", log.stats())),
                     **dict(wiring.prefixed("usage/replay", usage.result())),
                 }
             )
