@@ -84,6 +84,11 @@ class TestRoleThatIsNotThere:
         with Program(*argv) as program:
             leave(program, "The learner waits for the replay at ")
 
+    def test_environments_of_their_own(self, tmp_path, addresses):
+        argv = small(tmp_path / "run", *addresses, script="parallel_envs")
+        with Program(*argv) as program:
+            leave(program, "This host waits for the actor at ")
+
     @pytest.mark.parametrize(
         ("replica", "whom"),
         [(0, "Replica 0 waits for the others of 2."), (1, "the first replica at ")],
