@@ -33,6 +33,7 @@ log = logging.getLogger("embodied.rpc")
 
 HEARTBEAT = 2.0  # Seconds between signs of life of a client.
 CLIENT_TIMEOUT = 8.0  # Seconds of silence after which a client counts as gone.
+MAX_HELD = 1000  # Clients that wait to be let in.
 
 
 class Unanswered(Exception):
@@ -88,6 +89,7 @@ class Server:
         self.sessions = Sessions(CLIENT_TIMEOUT)
         self._lanes: Lanes | None = None  # Set while it runs, like the next two.
         self._loop = Loop(name, self._step)
+        self._held: set[bytes] = set()  # Clients that are not let in yet.
         self._expire_at = 0.0
         self._closing = threading.Event()
         self._context: zmq.Context | None = None
@@ -249,7 +251,7 @@ class Server:
                 self._expire()
             self._expire_at = now + HEARTBEAT
         due = self._due()
-        if len(self.sessions):
+        if len(self.sessions) or self._held:
             due = self._expire_at if due is None else min(due, self._expire_at)
         ready = self._poller.wait(None if due is None else max(0, due - now))
         # Only those that have something: asking the others costs as much.
@@ -260,6 +262,9 @@ class Server:
 
     def _expire(self) -> None:
         self.sessions.expire()
+        held, self._held = self._held, set()
+        for client in held:
+            self._outbox.control(client, wire.STRANGER)  # It says HELLO again.
         if self._lanes:
             self._lanes.expire()
 
@@ -328,6 +333,9 @@ class Server:
         try:
             hello = wire.message_tree(message)
             session = self.sessions.hello(client, hello)
+            if session is None:
+                self._hold(client)
+                return
         except wire.WireError as error:
             self._statistics.reject("hello", str(error))
             refusal = {"kind": "hello", "message": str(error)}
@@ -341,6 +349,11 @@ class Server:
             "lane": self._lanes.offer(session) if self._lanes else None,
         }
         self._outbox.control(client, wire.WELCOME, welcome)
+
+    def _hold(self, client: bytes) -> None:
+        if len(self._held) >= MAX_HELD:
+            raise wire.WireError(f"{MAX_HELD} clients wait to be let in already")
+        self._held.add(client)
 
     def _call(self, session: Session, message: wire.Message) -> None:
         name = message.spec.method

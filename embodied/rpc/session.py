@@ -9,6 +9,7 @@ owned by the server's loop thread, except where a method says otherwise.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -27,6 +28,8 @@ AWAY_SECONDS = 600.0
 
 NEW, REPEATED, REFUSED = range(3)
 
+log = logging.getLogger("embodied.rpc")
+
 
 class Session:
     """One client: who it is, what it may send, and its unconfirmed replies."""
@@ -34,8 +37,7 @@ class Session:
     def __init__(self, client: bytes, hello: dict[str, Any]):
         self.client = client
         self.heard = time.monotonic()
-        self.away = False
-        self.greeted = True  # Whether it said HELLO to this very server.
+        self.away = True  # Until it is admitted, and whenever it is gone.
         self.queues: dict[Any, deque] = {}  # Per worker pool, while one is at work.
         # Calls that are worked on (None), or whose reply the client may not have.
         self._replies: dict[int, bytes | None] = {}
@@ -160,6 +162,10 @@ class Session:
 class Sessions:
     """All sessions of a server.
 
+    Callbacks are called in the loop thread; what they raise is logged and ends nothing.
+    `admit` is asked about everyone who says HELLO: True lets the client in, False lets
+    it ask again later, and a WireError refuses it.
+
     Args:
       timeout: seconds without a sign of life after which a client counts as gone.
     """
@@ -169,6 +175,7 @@ class Sessions:
         self._sessions: dict[bytes, Session] = {}
         self._slots: dict[Any, int] = {}
         self._present = 0
+        self.admit: Callable[[Session], bool] = lambda session: True
         self.on_join: list[Callable[[Session], None]] = []
         self.on_leave: list[Callable[[Session], None]] = []
 
@@ -182,16 +189,17 @@ class Sessions:
         """Env slots that connected clients of a group have registered."""
         return self._slots.get(group, 0)
 
-    def hello(self, client: bytes, hello: dict[str, Any]) -> Session:
-        """Registers a client that connects, or connects again."""
+    def hello(self, client: bytes, hello: dict[str, Any]) -> Session | None:
+        """Registers a client that connects, or connects again; None for not yet."""
         session = self._sessions.get(client)
         if session is None:
             session = Session(client, hello)
-            self._sessions[client] = session
         else:
             self.lost(session)
             session.update(hello)
-        session.greeted = True
+        if not self.admit(session):
+            return None
+        self._sessions[client] = session
         self._arrive(session)
         return session
 
@@ -200,13 +208,15 @@ class Sessions:
         return self._sessions.get(client)
 
     def get(self, client: bytes) -> Session | None:
-        """Returns the session of a message's sender and notes that it lives."""
+        """Returns the session of a message's sender and notes that it lives.
+
+        Who was away has to say HELLO again: what it shares with us, and whether it may
+        come back, is not known before.
+        """
         session = self._sessions.get(client)
-        if session is None or not session.greeted:
-            return None  # What it shares with us is not known before its HELLO.
+        if session is None or session.away:
+            return None
         session.heard = time.monotonic()
-        if session.away:
-            self._arrive(session)
         return session
 
     def bye(self, session: Session) -> None:
@@ -254,7 +264,6 @@ class Sessions:
             }
             session = Session(bytes.fromhex(client), hello)
             session.restore(saved)
-            session.away, session.greeted = True, False
             self._sessions[session.client] = session
 
     def _arrive(self, session: Session) -> None:
@@ -263,12 +272,18 @@ class Sessions:
         self._present += 1
         if session.slots:
             self._slots[session.group] = self.slots(session.group) + session.slots
-        for callback in self.on_join:
-            callback(session)
+        _tell(self.on_join, session)
 
     def _depart(self, session: Session) -> None:
         self._present -= 1
         if session.slots:
             self._slots[session.group] = self.slots(session.group) - session.slots
-        for callback in self.on_leave:
+        _tell(self.on_leave, session)
+
+
+def _tell(callbacks: list[Callable[[Session], None]], session: Session) -> None:
+    for callback in callbacks:
+        try:
             callback(session)
+        except Exception:
+            log.exception("A callback failed for client %s.", session.name)

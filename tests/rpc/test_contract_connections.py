@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -418,6 +419,37 @@ class TestSessions:
         assert left.wait(WAIT)
         assert server.sessions.slots("train") == 0
         assert events == [("join", "worker", 2, info), ("leave", "worker", 2, info)]
+
+    def test_callbacks_that_fail_end_nothing(self, rpc, caplog):
+        left = threading.Event()
+
+        def fail(session):
+            raise ValueError("a callback of ours")
+
+        caplog.set_level(logging.ERROR, "embodied.rpc")
+        server = rpc.server()
+        server.bind("echo", echo)
+        server.sessions.on_join.append(fail)
+        server.sessions.on_leave += [fail, lambda _: left.set()]
+        server.start(block=False)
+        client, other = rpc.client(server), rpc.client(server)
+        assert other.echo(1).result(WAIT) == 1
+        assert client.echo(1).result(WAIT) == 1
+        client.close()
+        assert left.wait(WAIT)
+        assert other.echo(2).result(WAIT) == 2
+        assert "a callback of ours" in caplog.text
+
+    def test_a_client_that_is_not_let_in_yet_asks_again(self, rpc):
+        answers = iter([False, False])
+        server = rpc.server()
+        server.bind("echo", echo)
+        server.sessions.admit = lambda session: next(answers, True)
+        server.start(block=False)
+        future = rpc.client(server).echo("x")
+        assert not future.wait(0.5)
+        assert future.result(WAIT) == "x"
+        assert next(answers, None) is None
 
     def test_a_client_whose_process_is_killed_has_left(self, rpc, keys, tmp_path):
         joined, left = threading.Event(), threading.Event()
