@@ -3,7 +3,7 @@
     limiter = limiters.make(train_ratio / batch_length, 4 * batch_size, batch_size)
 
     if limiter.insert(len(steps)):            # Threads that store steps.
-      replay.add_batch(steps, workers)
+      replay.add_batch(steps, workers)        # If it raises: limiter.withdraw.
       limiter.available(len(replay))
 
     if limiter.sample(batch_size):            # Threads that draw training batches.
@@ -125,6 +125,18 @@ class Limiter:
         with self._lock:
             self._samples = self._without(amount)
             self._samplers.wake()
+
+    def withdraw(self, amount: int) -> None:
+        """Takes back inserts that were counted, but could not be stored."""
+        _check_amount(amount)
+        with self._lock:
+            if amount > self._inserts:
+                raise ValueError(
+                    f"Expected at most the {self._inserts} inserts that were counted, "
+                    f"got {amount}."
+                )
+            self._inserts -= amount
+            self._inserters.wake()
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:

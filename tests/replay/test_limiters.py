@@ -168,6 +168,16 @@ def test_no_more_is_taken_back_than_was_drawn():
         limiter.save(pending=-1)
 
 
+def test_inserts_that_were_not_stored_are_taken_back():
+    limiter = started()
+    inserts, samples, _ = counts(limiter)
+    assert limiter.insert(3, timeout=0)
+    limiter.withdraw(3)
+    assert counts(limiter)[:2] == (inserts, samples)
+    with pytest.raises(ValueError, match=f"at most the {inserts} inserts"):
+        limiter.withdraw(inserts + 1)
+
+
 def test_with_another_ratio_counting_begins_anew():
     limiter = started(ratio=0.5)
     for _ in range(100):
@@ -240,6 +250,7 @@ def test_amounts_are_positive_integers():
         limiter.want_insert,
         limiter.want_sample,
         limiter.refund,
+        limiter.withdraw,
     )
     for call in calls:
         for amount in (0, -1):

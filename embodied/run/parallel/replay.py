@@ -88,8 +88,12 @@ class ReplayRole:
             return
         if not self.limiter.insert(len(rows)):
             raise Unanswered("The replay is closing.")
-        with self._inserting:
-            self._train.add_batch(_take(steps, rows, len(envids)), envids[rows])
+        try:
+            with self._inserting:
+                self._train.add_batch(_take(steps, rows, len(envids)), envids[rows])
+        except BaseException:
+            self.limiter.withdraw(len(rows))
+            raise
         self.limiter.available(len(self._train))
         if not self._filled:
             self._tell_filling()

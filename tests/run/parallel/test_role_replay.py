@@ -76,6 +76,23 @@ class TestInserts:
             task.join()
         assert role.limiter.stats()["inserts"] == 100
 
+    def test_what_is_refused_does_not_count(self):
+        role = make_role()
+        fill(role, FULL)
+        bad = {**transitions([0], FULL), "value": np.zeros((1, 3), np.int32)}
+        numbers = itertools.count()
+        with Background(lambda: [role.sample_batch_train(i) for i in numbers]) as task:
+            for _ in range(20):
+                with pytest.raises(ValueError, match="value"):
+                    role.add_batch(bad)
+                wait_until(lambda: role.limiter.stats()["samples_waiting"])
+            stats = role.limiter.stats()
+            role.close()
+        assert stats["inserts"] == role.stats()["replay/steps"] == FULL
+        # One batch a step, and one that was let through before a step was refused.
+        assert stats["samples"] <= (FULL + 2) * BATCH
+        assert isinstance(task.error, Unanswered)
+
     def test_closing_ends_waits_without_an_answer(self):
         role = make_role()
         with Background(fill, role, 100) as inserts:
