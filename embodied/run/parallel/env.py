@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from embodied.rpc import (
 )
 from embodied.run.messages import show_messages
 from embodied.run.parallel import wiring
+from embodied.run.parallel.owners import worker_info
 from embodied.run.parallel.watching import telling_usage
 from embodied.run.signals import stop_on_signals
 
@@ -192,8 +194,12 @@ def run_worker(
     args: Any,
     is_eval: bool,
     progress: Progress | None = None,
+    supervisor: str = "",
 ) -> None:
-    """Steps the environments of one worker until the run is over."""
+    """Steps the environments of one worker until the run is over.
+
+    `supervisor` is the name of who restarts it, if anybody; see `Owners`.
+    """
     wiring.check_addresses(args, "actor_addr")
     make_env = wiring.load_factory(make_env)
     name = worker_name(envids)
@@ -211,7 +217,7 @@ def run_worker(
                 args,
                 slots=len(envids),
                 group=bool(is_eval),
-                info={"envids": [int(envid) for envid in envids]},
+                info=worker_info(envids, supervisor),
             )
         )
         with progress.waiting() if progress else contextlib.nullcontext():
@@ -233,18 +239,23 @@ def parallel_envs(
     Raises:
       RunFailed: a worker fails again and again.
       AuthError: the actor refuses this host's key.
+      RoleError: another host has the same env ids.
     """
     wiring.check_addresses(args, "actor_addr")
+    name = secrets.token_hex(8)
+    ids = range(args.env_offset, args.env_offset + args.envs + args.eval_envs)
     with show_messages(), stop_on_signals() as stop:
-        # Once for all of them, so that a key that is refused is an error at once.
-        with wiring.make_client(args.actor_addr, "envs", args) as client:
+        # Once for all of them, so that what the actor refuses is an error at once.
+        with wiring.make_client(
+            args.actor_addr, "envs", args, info=worker_info(ids, name)
+        ) as client:
             if not wiring.connect(client, "This host", "actor", stop.is_set):
                 return
         supervisor = Supervisor(
             stall_timeout=args.stall_timeout, on_restart=_tell_restart
         )
         with supervisor:
-            add_workers(supervisor, make_env, make_env_eval, args)
+            add_workers(supervisor, make_env, make_env_eval, args, name)
             with telling_usage(supervisor, args):
                 supervisor.run(until=stop)
 
@@ -254,8 +265,13 @@ def add_workers(
     make_env: bytes | MakeEnv,
     make_env_eval: bytes | MakeEnv,
     args: Any,
+    name: str = "",
 ) -> int:
-    """Adds the env workers of this host to a supervisor; returns how many."""
+    """Adds the env workers of this host to a supervisor; returns how many.
+
+    `name` is that of the supervisor, which no other one has; see `Owners`.
+    """
+    name = name or secrets.token_hex(8)
     first = args.env_offset
     training = range(first, first + args.envs)
     evaluating = range(training.stop, training.stop + args.eval_envs)
@@ -270,7 +286,9 @@ def add_workers(
             supervisor.add(
                 worker_name(ids),
                 "env",
-                functools.partial(_make_worker, make, ids, args, is_eval, progress),
+                functools.partial(
+                    _make_worker, make, ids, args, is_eval, progress, name
+                ),
                 Policy(args.restarts["env"], hang=args.env_timeout),
                 progress,
             )
@@ -295,10 +313,11 @@ def _make_worker(
     args: Any,
     is_eval: bool,
     progress: Progress,
+    supervisor: str,
 ) -> Process:
     return Process(
         _worker_process,
-        *(make_env, envids, args, is_eval, progress),
+        *(make_env, envids, args, is_eval, progress, supervisor),
         name=worker_name(envids),
         fds=[progress.fd],
     )

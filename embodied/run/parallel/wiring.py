@@ -93,13 +93,17 @@ def connect(
 
     Raises:
       AuthError: it refuses this role's key.
+      RoleError: it refuses this role for another reason.
     """
 
     def is_there(seconds: float) -> bool:
-        with contextlib.suppress(TimeoutError):
+        try:
             client.connect(timeout=seconds)
-            return True
-        return False
+        except rpc.RemoteError as error:
+            raise RoleError(f"The {whom} does not let this role in. {error}") from error
+        except TimeoutError:
+            return False
+        return True
 
     note = "" if quiet else f"{who} waits for the {whom} at {client.addr}."
     return wait_until(is_there, note, stopped)
