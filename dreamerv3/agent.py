@@ -63,8 +63,9 @@ class Agent(JaxAgent):
         algorithm = make_algorithm(obs_space, act_space, config, backend)
         options = _options(config, compiler)
         super().__init__(algorithm, options)
+        self.obs_space = agent_observations(obs_space)
         self._spaces = {
-            "obs": spaces_to_tree(agent_observations(obs_space)),
+            "obs": spaces_to_tree(self.obs_space),
             "act": spaces_to_tree(agent_actions(act_space)),
         }
         logger.info(

@@ -35,7 +35,8 @@ class Agent:
             replay.update(outputs['replay'])
 
     Reporting is the same with `init_report` and `report`. All methods may be called
-    from several threads; `policy` never waits for `train`.
+    from several threads; `policy` never waits for `train`. If there is an attribute
+    `obs_space`, actors refuse observations that do not fit it.
     """
 
     def __init__(self, obs_space: Spaces, act_space: Spaces, config: Any = None):

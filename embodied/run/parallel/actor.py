@@ -21,6 +21,8 @@ from embodied.rpc import Disconnected
 from embodied.run.parallel import wiring
 from embodied.run.parallel.carries import Slots, make_table
 from embodied.run.parallel.ending import Ending
+from embodied.run.parallel.observations import ObservationCheck
+from embodied.run.parallel.owners import Owners
 
 INFLIGHT = 4  # Batches that may wait for the replay, or the logger, to take them.
 GOODBYE_SECONDS = 3.0  # For workers to learn that the run is over.
@@ -74,6 +76,7 @@ class Actor:
         self.closing = False  # Once set, connections may be gone.
         self._replay = replay
         self._logger = logger
+        self._check = ObservationCheck(agent)
         self._table = make_table(agent)
         self._slots = Slots(self._table, envs)
         self._server_stats = server_stats
@@ -97,12 +100,13 @@ class Actor:
 
         Returns:
           The actions with `reset`, and what is to be published.
+
+        Raises:
+          ObservationError: the worker is at fault, which is told.
         """
         if self.over:
             raise RunOver("The run is over.")
-        missing = [key for key in ("envid", "is_eval", *SIGNALS) if key not in obs]
-        if missing:
-            raise ValueError(f"act expected the key {', '.join(missing)} as well.")
+        self._check.check(obs)
         logs = {key: value for key, value in obs.items() if key.startswith("log/")}
         seen = {key: value for key, value in obs.items() if key not in logs}
         envids, is_eval = seen.pop("envid"), seen.pop("is_eval")
@@ -110,11 +114,10 @@ class Actor:
         try:
             with self._busy:
                 actions, outputs, new = self._policy(seen, envids, bool(is_eval[0]))
-        except (ValueError, TypeError, KeyError):
-            raise  # The worker's fault, which is told.
         except Exception as error:
             self._on_fatal(error)
             raise
+        self._check.accepted(obs)
         reply = {**actions, "reset": seen["is_last"]}
         # What came before, if anything, is not known here: sequences in the replay do
         # not reach across.
@@ -190,11 +193,19 @@ class Actor:
     def _one_by_one(
         self, obs: dict[str, Array], envids: np.ndarray, is_eval: bool
     ) -> tuple[dict[str, Array], dict[str, Array], np.ndarray]:
-        """For workers that claim the same env, which must not harm the others."""
+        """For workers that step the same env, which must not harm the others.
+
+        Those of ours cannot, see `Owners`, but others need not say who they are. None
+        of their steps follows another.
+        """
+        different, counts = np.unique(envids, return_counts=True)
+        doubled = different[counts > 1].tolist()
         parts = []
         for row in range(len(envids)):
+            self._slots.free(doubled)
             one = {key: value[row : row + 1] for key, value in obs.items()}
             parts.append(self._policy(one, envids[row : row + 1], is_eval))
+        self._slots.free(doubled)
         actions, outputs = (
             {key: np.concatenate([part[i][key] for part in parts]) for key in dicts}
             for i, dicts in enumerate(parts[0][:2])
@@ -273,9 +284,7 @@ def run_actor(
             on_fatal=ending.fail,
             progress=progress,
         )
-        server.sessions.on_leave.append(
-            lambda session: actor.leave((session.info or {}).get("envids", []))
-        )
+        Owners(server.sessions, actor.leave)
         server.bind(
             "act",
             actor.act,

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from role_testing import Background, CountingAgent, FakeClient, observations
 
+import embodied
 from embodied.rpc import Disconnected
 from embodied.run.parallel.actor import Actor, RunOver
+from embodied.run.parallel.observations import ObservationError
 
 
 class Setting:
@@ -97,11 +99,13 @@ class TestAct:
         assert "images" not in messages[1]
         assert "dyn/deter" not in messages[0] and "action" not in messages[0]
 
-    def test_two_workers_with_the_same_env_harm_nobody(self):
+    def test_steps_of_two_workers_with_the_same_env_do_not_follow_each_other(self):
         setting = Setting()
-        assert setting.step([0, 1, 0]) == [1, 1, 2]
-        assert setting.stored()["is_first"].tolist() == [True, True, False]
-        assert setting.step([1]) == [2]
+        assert setting.step([0, 1]) == [1, 1]
+        assert setting.step([0, 1, 0]) == [1, 2, 1]
+        assert setting.stored()["is_first"].tolist() == [True, False, True]
+        assert setting.step([1, 0]) == [3, 1]
+        assert setting.stored()["is_first"].tolist() == [False, True]
 
     def test_more_envs_than_expected_begin_anew(self, caplog):
         setting = Setting(envs=2)
@@ -156,25 +160,43 @@ class TestAct:
         with pytest.raises(ValueError, match=key):
             Setting().actor.act(obs)
 
-    def test_mistakes_of_a_worker_are_not_fatal(self):
-        class Picky(CountingAgent):
-            def policy(self, carry, obs, mode="train"):
-                raise ValueError("wrong shape")
-
-        setting = Setting(agent=Picky())
-        with pytest.raises(ValueError, match="wrong shape"):
-            setting.actor.act(observations([0]))
+    @pytest.mark.parametrize("knows", [True, False], ids=["spaces", "first batch"])
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"image": np.zeros((1, 3, 3, 3), np.uint8)}, r"'image' of env 7 as uint8"),
+            ({"image": np.zeros((1, 2, 2, 3))}, r"got float64 of shape \(2, 2, 3\)"),
+            ({"is_first": np.zeros(1, np.float32)}, "'is_first' .* as bool"),
+            ({"envid": np.zeros((1, 2), np.int32)}, "'envid'"),
+            ({"envid": np.zeros(1)}, "'envid'"),
+            ({"other": np.zeros(1)}, "other of env 7 in addition"),
+        ],
+    )
+    def test_mistakes_of_a_worker_are_not_fatal(self, knows, changes, message):
+        agent = CountingAgent()
+        if knows:
+            agent.obs_space = {"image": embodied.Space(np.uint8, (2, 2, 3))}
+        setting = Setting(agent=agent)
+        assert setting.step([7]) == [1]
+        with pytest.raises(ObservationError, match=message):
+            setting.actor.act(observations([7], **changes))
+        missing = observations([7])
+        del missing["image"]
+        with pytest.raises(ObservationError, match="key image as well"):
+            setting.actor.act(missing)
         assert setting.fatal == []
+        assert setting.step([7]) == [2]
 
-    def test_failures_of_the_agent_are_fatal(self):
+    @pytest.mark.parametrize("kind", [ValueError, TypeError, KeyError, MemoryError])
+    def test_failures_of_the_agent_are_fatal(self, kind):
         class Broken(CountingAgent):
             def policy(self, carry, obs, mode="train"):
-                raise MemoryError("device")
+                raise kind("device")
 
         setting = Setting(agent=Broken())
-        with pytest.raises(MemoryError):
+        with pytest.raises(kind):
             setting.actor.act(observations([0]))
-        assert [type(error) for error in setting.fatal] == [MemoryError]
+        assert [type(error) for error in setting.fatal] == [kind]
 
 
 class TestPublish:
