@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from parallel_testing import Program, Saved, metrics, small, wait_until
+from parallel_testing import Program, Saved, last_step, metrics, small, wait_until
 
 
 @contextlib.contextmanager
@@ -82,6 +82,24 @@ def test_environments_of_two_hosts(tmp_path, addresses):
         assert "env workers elsewhere" in trainer.output()
     assert Saved(logdir).step > 0
     assert not (tmp_path / "host" / "config.yaml").exists()
+
+
+def test_a_host_with_the_environments_of_another_one_is_refused(tmp_path, addresses):
+    logdir = tmp_path / "run"
+    main = small(logdir, *addresses, "--run.remote_envs", "True", steps=10**9)
+    envs = ["--run.envs", "2", "--run.eval_envs", "0"]
+    host = small(tmp_path / "host", *addresses, *envs, script="parallel_envs")
+    with started(main, host) as (trainer, first):
+        trainer.wait_for_envs(logdir, 2)
+        with Program(*host) as second:
+            assert second.wait() == 2, second.output()
+            shown = second.output()
+        assert "env 0 is stepped by worker env-0 already" in shown
+        assert "--run.env_offset" in shown and "Traceback" not in shown
+        step = last_step(logdir)
+        wait_until(lambda: last_step(logdir) > step, program=trainer)
+        for program in (trainer, first):
+            assert program.running and "restarted" not in program.output()
 
 
 def test_the_replay_of_another_command(tmp_path, addresses):

@@ -6,6 +6,7 @@ the agent's own failure.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from embodied.envs.keys import SIGNALS
 from embodied.space import Space
 
 MARKS = {"envid": Space(np.int32), "is_eval": Space(bool)}
+
+MAX_KNOWN = 1024  # Batches that look different and were found to fit.
+_LOOKS = operator.attrgetter("dtype", "shape")
 
 Expected = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
@@ -36,11 +40,31 @@ class ObservationCheck:
         spaces = getattr(agent, "obs_space", None)
         self._expected = _fields({**SIGNALS, **MARKS})
         self._complete = spaces is not None
+        self._known: set[tuple] = set()  # How batches look that fit.
         if spaces is not None:
             self._expected |= _fields(spaces)
 
     def check(self, obs: dict[str, Array]) -> None:
         """Raises ObservationError unless all observations [B, ...] are as expected."""
+        looks = (*obs, *map(_LOOKS, obs.values()))
+        if looks in self._known:
+            return
+        complete = self._complete
+        self._compare(obs)
+        if complete:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known.add(looks)
+
+    def accepted(self, obs: dict[str, Array]) -> None:
+        """Takes note of what the policy took."""
+        if not self._complete:
+            given = {k: v for k, v in obs.items() if not k.startswith("log/")}
+            fields = {k: (v.dtype, v.shape[1:]) for k, v in given.items()}
+            self._expected = {**fields, **self._expected}
+            self._complete = True
+
+    def _compare(self, obs: dict[str, Array]) -> None:
         expected = self._expected
         for key, (dtype, shape) in expected.items():
             value = obs.get(key)
@@ -64,14 +88,6 @@ class ObservationCheck:
                     f"act expected the keys {', '.join(sorted(expected))} and log/..., "
                     f"got {', '.join(sorted(extra))} of env {_name(obs)} in addition."
                 )
-
-    def accepted(self, obs: dict[str, Array]) -> None:
-        """Takes note of what the policy took."""
-        if not self._complete:
-            given = {k: v for k, v in obs.items() if not k.startswith("log/")}
-            fields = {k: (v.dtype, v.shape[1:]) for k, v in given.items()}
-            self._expected = {**fields, **self._expected}
-            self._complete = True
 
 
 def _fields(spaces: dict[str, Any]) -> Expected:

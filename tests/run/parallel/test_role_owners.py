@@ -7,8 +7,15 @@ import time
 import pytest
 from role_testing import WAIT, CountingAgent, FakeClient, observations, wait_until
 
-from embodied.rpc import BatchServer, Client, Keys, Process, RemoteError, WireError
-from embodied.rpc import free_port
+from embodied.rpc import (
+    BatchServer,
+    Client,
+    Keys,
+    Process,
+    RemoteError,
+    WireError,
+    free_port,
+)
 from embodied.rpc.session import MAX_INFLIGHT, PROTOCOL, Sessions
 from embodied.run.parallel.actor import Actor
 from embodied.run.parallel.owners import Owners, read_info, worker_info
