@@ -14,10 +14,10 @@ from embodied.space import Space
 
 
 class RandomAgent(Agent):
-    """Draws every action from its space and learns nothing.
+    """Draws every action from its space and learns nothing, but counts its updates.
 
-    Methods may be called from several threads: `_lock` guards the random state and
-    the table of batched spaces, which only `policy`, `save` and `load` use.
+    Methods may be called from several threads: `_lock` guards the random state, the
+    table of batched spaces and the count.
 
     Args:
       obs_space: observation spaces by key.
@@ -36,6 +36,7 @@ class RandomAgent(Agent):
         self._lock = threading.Lock()
         self._rng = np.random.default_rng(seed)
         self._batched: dict[int, Spaces] = {}
+        self._updates = 0
 
     def init_policy(self, batch_size: int) -> Tree:
         """Returns an empty carry."""
@@ -64,7 +65,9 @@ class RandomAgent(Agent):
     def train(
         self, carry: Tree, batch: dict[str, Array]
     ) -> tuple[Tree, dict[str, Any], dict[str, Array]]:
-        """Measures the batch [B, T, ...] and changes nothing."""
+        """Measures the batch [B, T, ...] and counts it."""
+        with self._lock:
+            self._updates += 1
         return carry, {}, self._measure(batch)
 
     def report(
@@ -78,15 +81,18 @@ class RandomAgent(Agent):
         return iter(st)
 
     def save(self) -> Tree:
-        """Returns the random state."""
+        """Returns the random state and the number of updates."""
         with self._lock:
-            return {"rng": dict(self._rng.bit_generator.state)}
+            rng = dict(self._rng.bit_generator.state)
+            return {"rng": rng, "counters": {"updates": self._updates}}
 
     def load(self, data: Tree, regex: str | None = None) -> None:
-        """Restores the random state, unless `regex` does not match its name, rng."""
-        if regex is None or re.match(regex, "rng"):
-            with self._lock:
+        """Restores what `regex` matches the name of: `rng` and `counters/updates`."""
+        with self._lock:
+            if regex is None or re.match(regex, "rng"):
                 self._rng.bit_generator.state = data["rng"]
+            if regex is None or re.match(regex, "counters/updates"):
+                self._updates = int(data.get("counters", {}).get("updates", 0))
 
     def _stack_spaces(self, batch_size: int) -> Spaces:
         return {

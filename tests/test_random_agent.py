@@ -127,11 +127,17 @@ def test_train_and_report_measure_the_batch():
     assert agent.report(agent.init_report(2), batch) == (carry, metrics)
 
 
-def test_training_draws_nothing():
+def test_training_draws_nothing_and_counts():
     agent = RandomAgent(OBS_SPACE, ACT_SPACE)
     before = agent.save()
-    agent.train(agent.init_train(1), {"reward": np.zeros((1, 2), np.float32)})
-    assert agent.save() == before
+    for _ in range(3):
+        agent.train(agent.init_train(1), {"reward": np.zeros((1, 2), np.float32)})
+    assert agent.save() == {**before, "counters": {"updates": 3}}
+    other = RandomAgent(OBS_SPACE, ACT_SPACE)
+    other.load(agent.save())
+    assert other.save() == agent.save()
+    other.load(before, regex="rng")
+    assert other.save() == agent.save()
 
 
 def test_the_stream_is_passed_on():

@@ -39,7 +39,7 @@ def test_nothing_that_was_saved_is_lost(tmp_path, kills, save_every):
             os.kill(run.pid_of(role), signal.SIGKILL)
             run.stays(choices.uniform(0.0, 2.0))
         run.goes_on()
-        check_ratio(tmp_path, waits=save_every == "1")
+        check_ratio(run, lost=True, waits=save_every == "1")
         run.leave()
     check_replay(tmp_path, max_gaps=lost * ENVS)
     check_metrics(tmp_path)

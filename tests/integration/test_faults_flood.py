@@ -49,7 +49,7 @@ def flood(ports, stop, count):
     ("seconds", "count"), [(4, 100), pytest.param(60, 300, marks=pytest.mark.slow)]
 )
 def test_a_run_goes_on_with_strangers_at_its_ports(tmp_path, seconds, count):
-    with Run(tmp_path, "--run.save_every", "10") as run:
+    with Run(tmp_path, "--run.save_every", "3") as run:
         run.goes_on()
         ports = run.addresses()
         assert len(set(ports)) == 3
@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_strangers_at_its_ports(tmp_path, seconds, count):
             stop.set()
             thread.join()
         run.goes_on(seconds=10)  # So soon after a flood it is over.
-        check_ratio(tmp_path)
+        check_ratio(run)
         assert "restarted" not in run.output()
         run.leave()
     steps = check_replay(tmp_path)

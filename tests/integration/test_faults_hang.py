@@ -19,7 +19,7 @@ class TestStopped:
             os.kill(run.pid_of("env-1"), signal.SIGSTOP)
             run.wait_for("Role env-1 is restarted: has reported no progress for ")
             run.goes_on()
-            check_ratio(tmp_path)
+            check_ratio(run)
             run.leave()
         steps = check_replay(tmp_path)
         assert len({step[0] for step in steps}) > ENVS
@@ -32,7 +32,7 @@ class TestStopped:
             run.stays(seconds)
             os.kill(run.pid_of("replay"), signal.SIGCONT)
             run.goes_on()
-            check_ratio(tmp_path)
+            check_ratio(run)
             run.leave()
             assert "restarted" not in run.output()
             assert "WARNING" not in run.output()
@@ -60,7 +60,7 @@ class TestEnvironments:
             for reason in KINDS.values():
                 run.wait_for(reason)
             run.goes_on()
-            check_ratio(logdir)
+            check_ratio(run)
             run.leave()
         assert not list(faults.iterdir())
         steps = check_replay(logdir)

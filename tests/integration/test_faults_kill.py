@@ -33,7 +33,7 @@ class TestRolesThatComeBack:
             run.kill(*ALL_ENVS)
             wait_for_incarnations(run, ENVS + 1 + ENVS)
             run.goes_on()
-            check_ratio(tmp_path)
+            check_ratio(run)
             run.leave()
         check_replay(tmp_path)
 
@@ -48,7 +48,7 @@ class TestRolesThatComeBack:
             run.saves()
             run.kill("replay", "logger")
             run.goes_on()
-            check_ratio(tmp_path)
+            check_ratio(run, lost=True)
             run.leave()
         check_replay(tmp_path, max_gaps=2 * ENVS)
         check_metrics(tmp_path)
@@ -77,7 +77,7 @@ class TestRolesThatComeBack:
             run.kill("agent")
             run.wait_for("Continuing at step")
             run.goes_on()
-            check_ratio(tmp_path)
+            check_ratio(run, lost=True)
             run.leave()
         assert manifests(tmp_path)[-1].meta["step"] > before
         steps = check_replay(tmp_path, max_gaps=ENVS)
@@ -114,7 +114,7 @@ class TestLauncher:
         with Run(tmp_path) as run:
             check_resumed(run)
             run.goes_on()
-            check_ratio(tmp_path)
+            check_ratio(run)
             run.leave()
         check_replay(tmp_path)
         check_metrics(tmp_path)
