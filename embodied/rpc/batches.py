@@ -118,6 +118,11 @@ class Batch:
             return (dict(zip(kind.names, arrays)),)
         return wire.unflatten(kind.structure, arrays, ())
 
+    def forget(self) -> None:
+        """Leaves its calls to be sent again, to the server that comes next."""
+        for call in self.calls:
+            call.session.forget(call.seq)
+
 
 class Batching:
     """How one method's calls are batched, and the batches that are being filled.

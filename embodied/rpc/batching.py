@@ -26,7 +26,7 @@ from embodied.rpc.batches import (
     stack_structure,
 )
 from embodied.rpc.methods import Method
-from embodied.rpc.server import Server
+from embodied.rpc.server import Server, Unanswered
 from embodied.rpc.session import Session
 
 MAX_KNOWN = 64  # Calls of a client that look different; it has a block for each open.
@@ -246,8 +246,7 @@ class BatchServer(Server):
         after = info = None
         with self._applying(method) as allowed:
             if not allowed:
-                for call in batch.calls:
-                    call.session.forget(call.seq)
+                batch.forget()
                 return None, None
             try:
                 result = method.workfn(*batch.arguments())
@@ -255,6 +254,9 @@ class BatchServer(Server):
                     result, info = result
                 frames = self._split(method, result, batch)
                 after = method.postfn
+            except Unanswered:
+                batch.forget()
+                return None, None
             except Exception as error:
                 # It belongs to the callers of this batch, and to nobody else.
                 frames = [

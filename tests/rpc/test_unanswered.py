@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from embodied.rpc import BatchServer, Client, Keys, Server, Unanswered, free_port
@@ -9,8 +10,12 @@ from embodied.rpc import BatchServer, Client, Keys, Server, Unanswered, free_por
 WAIT = 20.0  # Seconds; far above what anything takes, also on a busy machine.
 
 
-@pytest.mark.parametrize("kind", [Server, BatchServer])
-def test_the_call_is_answered_by_the_server_that_comes_next(kind):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(Server, {}), (BatchServer, {}), (BatchServer, {"batch": 1})],
+    ids=["plain", "not batched", "batched"],
+)
+def test_the_call_is_answered_by_the_server_that_comes_next(kind, options):
     port, keys = free_port(), Keys.generate()
     called = threading.Event()
 
@@ -19,13 +24,13 @@ def test_the_call_is_answered_by_the_server_that_comes_next(kind):
         raise Unanswered("ending")
 
     with Client(port, keys=keys) as client:
-        future = client.double(4)
+        future = client.double(np.array([4]))
         first = kind(port, keys=keys)
-        first.bind("double", leave)
+        first.bind("double", leave, **options)
         with first:
             assert called.wait(WAIT)
             assert not future.wait(0.2)
         second = kind(port, keys=keys)
-        second.bind("double", lambda value: 2 * value, once=True)
+        second.bind("double", lambda value: 2 * value, **(options or {"once": True}))
         with second:
-            assert future.result(WAIT) == 8
+            assert future.result(WAIT).tolist() == [8]

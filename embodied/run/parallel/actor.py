@@ -17,7 +17,7 @@ import numpy as np
 from embodied.base import Agent, Array
 from embodied.clock import LocalClock
 from embodied.envs.keys import SIGNALS
-from embodied.rpc import Disconnected
+from embodied.rpc import Disconnected, Unanswered
 from embodied.run.parallel import wiring
 from embodied.run.parallel.carries import Slots, make_table
 from embodied.run.parallel.ending import Ending
@@ -103,6 +103,7 @@ class Actor:
 
         Raises:
           ObservationError: the worker is at fault, which is told.
+          Unanswered: the agent is, which is fatal.
         """
         if self.over:
             raise RunOver("The run is over.")
@@ -116,7 +117,8 @@ class Actor:
                 actions, outputs, new = self._policy(seen, envids, bool(is_eval[0]))
         except Exception as error:
             self._on_fatal(error)
-            raise
+            # Workers keep what they asked for an agent that may come back.
+            raise Unanswered("The policy has failed.") from error
         self._check.accepted(obs)
         reply = {**actions, "reset": seen["is_last"]}
         # What came before, if anything, is not known here: sequences in the replay do
