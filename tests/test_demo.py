@@ -13,7 +13,13 @@ FEW = "--run.steps 400 --run.train_ratio 16 --agent.imag_length 3"
 @pytest.mark.timeout(300)
 def test_the_demo_ends_by_saying_where_everything_is(tmp_path):
     logdir = tmp_path / "demo"
-    command = ["make", "demo", f"LOGDIR={logdir}", f"FLAGS={FEW}"]
+    command = [
+        "make",
+        "--no-print-directory",
+        "demo",
+        f"LOGDIR={logdir}",
+        f"FLAGS={FEW}",
+    ]
     # This Python has all that it would install.
     command += [f"BIN={pathlib.Path(sys.executable).parent}", "-o", ".venv/.installed"]
     done = subprocess.run(

@@ -28,7 +28,7 @@ def test_a_block_with_readers_outlives_the_garbage_collector():
 def test_blocks_that_are_free_are_used_again():
     arena = memory.Arena()
     places = set()
-    for _ in range(100):
+    for _ in range(10):
         block = arena.allocate(8192)
         places.add(block.place)
         view = np.frombuffer(block.leased(), np.uint8)[:10]
