@@ -13,6 +13,11 @@ from embodied.envs import registry
 Flat = dict[str, Any]  # Values by full key, such as 'run.envs'.
 
 ENV_SCRIPTS = ("parallel_env", "parallel_envs")  # Run on hosts that only step envs.
+# Of which a logdir has one at a time.
+OWNING_SCRIPTS = (
+    *("train", "train_eval", "rollout", "parallel", "parallel_agent"),
+    "import_checkpoint",
+)
 
 # Which addresses a program shares with roles that were started elsewhere.
 SHARED_ADDRESSES = {

@@ -21,9 +21,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from dreamerv3 import checks, flags
+from dreamerv3.logdirs import FILENAME, LogdirInUse, claim
 
 CONFIGS = pathlib.Path(__file__).with_name("configs.yaml")
-FILENAME = "config.yaml"
 
 # What the roles get beside the `run` block.
 ARGS = (
@@ -146,7 +146,8 @@ def prepare_logdir(config: elements.Config) -> pathlib.Path:
       The logdir.
 
     Raises:
-      ConfigError: it belongs to another task, is damaged, or cannot be written.
+      ConfigError: it belongs to another task, is damaged, in use, or cannot be
+        written.
     """
     # Here, because help and errors should not wait for the libraries behind it.
     from embodied.checkpoint import CheckpointError, write_file
@@ -161,8 +162,12 @@ def prepare_logdir(config: elements.Config) -> pathlib.Path:
                     f"logdir: {logdir} belongs to a run of task {task!r}, not "
                     f"{config.task!r}. Choose another --logdir."
                 )
+        if config.replica == 0 and config.script in checks.OWNING_SCRIPTS:
+            claim(logdir)
         if config.replica == 0 and config.script not in checks.ENV_SCRIPTS:
             write_file(logdir, FILENAME, _to_yaml(config))
+    except LogdirInUse as error:
+        raise ConfigError(f"logdir: {error}") from error
     except (OSError, CheckpointError) as error:
         raise ConfigError(
             f"logdir: expected a folder that can be written, got {logdir} ({error}). "

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 
 import ml_dtypes
 
-from dreamerv3.config import FILENAME, ConfigError, run_config
+from dreamerv3.config import ConfigError, run_config
 from dreamerv3.inference import agent_spaces, must_fit
+from dreamerv3.logdirs import FILENAME
 from dreamerv3.spaces import spaces_to_tree
 from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.run.saving import AGENT, FOLDER, read_agent

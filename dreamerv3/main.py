@@ -16,13 +16,7 @@ from importlib import metadata
 import elements
 
 from dreamerv3 import parallel
-from dreamerv3.config import (
-    FILENAME,
-    ConfigError,
-    load_config,
-    make_args,
-    prepare_logdir,
-)
+from dreamerv3.config import ConfigError, load_config, make_args, prepare_logdir
 from dreamerv3.factories import (
     make_acting_agent,
     make_agent,
@@ -31,6 +25,7 @@ from dreamerv3.factories import (
     make_replay,
     make_stream,
 )
+from dreamerv3.logdirs import FILENAME, kept_config
 from dreamerv3.messages import summary
 from embodied import logger as loggers
 from embodied.base import Agent
@@ -83,7 +78,7 @@ def _run(script: Callable[[elements.Config], None], config: elements.Config) -> 
     from embodied.run.messages import show_messages
 
     try:
-        with show_messages():
+        with show_messages(), kept_config(config.logdir):
             script(config)
     except (CheckpointError, parallel.RunError) as error:
         return _fail([str(error)], code=1)

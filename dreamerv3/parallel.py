@@ -33,6 +33,14 @@ SHOWN = (
 )
 
 
+# At which roles that are commands of their own listen.
+SERVED_ADDRESSES = {
+    "parallel_agent": "actor_addr",
+    "parallel_replay": "replay_addr",
+    "parallel_logger": "logger_addr",
+}
+
+
 class RunError(RuntimeError):
     """A run has failed; the message says which role, and where."""
 
@@ -142,9 +150,20 @@ def _with_clear_errors(
     @functools.wraps(script)
     def run(config: elements.Config) -> None:
         with _clear_errors():
+            _check_address(config)
             script(config)
 
     return run
+
+
+def _check_address(config: elements.Config) -> None:
+    """Raises an error if a role that starts by itself cannot listen where it should."""
+    from embodied.run.parallel import wiring
+
+    if config.script in SERVED_ADDRESSES:
+        args, key = make_args(config), SERVED_ADDRESSES[config.script]
+        wiring.check_addresses(args, key)
+        wiring.check_servers(args, key)
 
 
 SCRIPTS: dict[str, Callable[[elements.Config], None]] = {

@@ -87,7 +87,17 @@ class RandomAgent(Agent):
             return {"rng": rng, "counters": {"updates": self._updates}}
 
     def load(self, data: Tree, regex: str | None = None) -> None:
-        """Restores what `regex` matches the name of: `rng` and `counters/updates`."""
+        """Restores what `regex` matches the name of: `rng` and `counters/updates`.
+
+        Raises:
+          ValueError: it is of another agent.
+        """
+        if "rng" not in data:
+            raise ValueError(
+                f"The random agent expected what it saved, with rng, got "
+                f"{', '.join(sorted(data)) or 'nothing'}. Leave out --random_agent, or "
+                "choose the logdir of a run with it."
+            )
         with self._lock:
             if regex is None or re.match(regex, "rng"):
                 self._rng.bit_generator.state = data["rng"]

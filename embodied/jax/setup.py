@@ -208,11 +208,12 @@ def _connect(address: str, replica: int, replicas: int) -> None:
 def _look(platform: str, compute_dtype: str) -> Backend:
     try:
         devices = jax.devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
+        reason = f" ({error})" if str(error) else ""
         raise SetupError(
-            f"jax.platform: expected {platform} devices, but JAX found none ({error}). "
-            "Install JAX for this platform (such as jax[cuda12]) and its driver, or "
-            "use --jax.platform cpu."
+            f"jax.platform: expected {platform} devices, but JAX found none{reason}. "
+            "Install JAX for this platform (for cuda: pip install "
+            "'dreamerv3-parallel[cuda]') and its driver, or use --jax.platform cpu."
         ) from error
     found = devices[0].platform
     dtype = "float32" if found == "cpu" else compute_dtype

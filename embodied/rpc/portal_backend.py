@@ -96,6 +96,11 @@ class PortalServer:
         self._changed = threading.Condition()  # Guards what is below.
         self._open: Counter = Counter()  # Calls without an answer, by connection.
 
+    @staticmethod
+    def check(addr: str | int, *, insecure: bool = False) -> None:
+        """Raises AuthError or ValueError if a server could not listen there."""
+        sockets.check_free(_bind_address(addr, insecure))
+
     def start(self, block: bool = True) -> None:
         """Starts to answer; with `block`, returns when the server is closed."""
         self._socket = self._listen()

@@ -95,6 +95,13 @@ class Server:
         self._context: zmq.Context | None = None
         self._gate: auth.Gate | None = None
 
+    @staticmethod
+    def check(
+        addr: str | int, *, keys: auth.Keys | None = None, insecure: bool = False
+    ) -> None:
+        """Raises AuthError or ValueError if a server could not listen there."""
+        sockets.check_free(sockets.bind_address(addr, keys, insecure))
+
     def bind(
         self,
         name: str,

@@ -202,6 +202,21 @@ def bind_address(addr: str | int, keys: auth.Keys | None, insecure: bool) -> str
     return f"{numeric}:{port}"
 
 
+def check_free(addr: str) -> None:
+    """Raises ValueError if nobody can listen at a numeric address now."""
+    host, port = parse_address(addr)
+    family = sockets.AF_INET6 if host.startswith("[") else sockets.AF_INET
+    with sockets.socket(family) as probe:
+        probe.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            raise ValueError(
+                f"A server cannot listen at {addr}: {error.strerror}. Choose another "
+                "address of this machine, or end the program that uses it."
+            ) from None
+
+
 def connect_address(addr: str | int) -> str:
     """Returns the address to connect to."""
     host, port = parse_address(addr)

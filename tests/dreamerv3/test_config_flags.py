@@ -148,7 +148,7 @@ class TestLogdir:
     def test_gets_the_configuration(self, tmp_path):
         config = self.argv(tmp_path, "--seed", "3")
         logdir = prepare_logdir(config)
-        assert [path.name for path in logdir.iterdir()] == ["config.yaml"]
+        assert {path.name for path in logdir.iterdir()} == {"config.yaml", ".lock"}
         assert read_config(logdir / "config.yaml") == config
 
     def test_is_continued_by_the_same_task(self, tmp_path):

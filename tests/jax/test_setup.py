@@ -155,16 +155,19 @@ for options in (
     assert "jax.coordinator_address: expected HOST:PORT" in third
 
 
-def test_a_platform_that_is_not_there_is_an_error(tmp_path):
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_platform_that_is_not_there_is_an_error(tmp_path, platform):
     code = """
+import sys
 from embodied.jax.setup import setup, SetupError
 try:
-    setup('tpu')
+    setup(sys.argv[1])
 except SetupError as error:
     print(error)
 """
-    message = run_program(code, XDG_CACHE_HOME=str(tmp_path), TPU_SKIP_MDS_QUERY="1")
-    assert "jax.platform: expected tpu devices" in message
+    hidden = {"TPU_SKIP_MDS_QUERY": "1", "CUDA_VISIBLE_DEVICES": ""}
+    message = run_program(code, platform, XDG_CACHE_HOME=str(tmp_path), **hidden)
+    assert f"jax.platform: expected {platform} devices" in message
     assert "--jax.platform cpu" in message
 
 

@@ -118,8 +118,11 @@ def prepare(args: Any) -> Any:
     if args.remote_envs:
         wiring.check_addresses(args, "actor_addr")
     batch = args.actor_batch if args.actor_batch > 0 else max(1, args.envs // 2)
+    args = wiring.resolve_addresses(args)
+    replay_addr = () if args.remote_replay else ("replay_addr",)
+    wiring.check_servers(args, "actor_addr", "logger_addr", *replay_addr)
     Path(args.logdir).mkdir(parents=True, exist_ok=True)
-    return wiring.resolve_addresses(args).update(actor_batch=batch)
+    return args.update(actor_batch=batch)
 
 
 def _add_process(

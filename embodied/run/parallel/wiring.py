@@ -58,6 +58,24 @@ def check_addresses(args: Any, *keys: str) -> None:
         )
 
 
+def check_servers(args: Any, *keys: str) -> None:
+    """Raises an error if roles of this machine could not listen where they should."""
+    owners: dict[str, str] = {}
+    for key in keys:
+        address = str(args[key])
+        other = owners.setdefault(address, key)
+        if other != key:
+            raise RoleError(
+                f"run.{key}: expected an address of its own, got {address}, which is "
+                f"that of run.{other}, too."
+            )
+        try:
+            server = rpc.transport(args.transport).Server
+            server.check(address, **security(args, args.transport))
+        except (rpc.AuthError, ValueError) as error:
+            raise RoleError(f"run.{key}: {error}") from error
+
+
 def make_server(kind: str, addr: str, name: str, args: Any, **kwargs: Any) -> Any:
     """Makes the server of a role; `kind` is 'Server' or 'BatchServer'."""
     make = getattr(rpc.transport(args.transport), kind)

@@ -1,12 +1,13 @@
 """Addresses, watches and futures that roles share, and who holds the run back."""
 
 import logging
+import socket
 
 import cloudpickle
 import pytest
 from role_testing import FakeClient, make_args, make_future
 
-from embodied.rpc import AuthError
+from embodied.rpc import AuthError, free_port
 from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import find_bottleneck
 from embodied.run.parallel.launcher import prepare
@@ -52,6 +53,37 @@ class TestAddresses:
         args = make_args(logdir=str(tmp_path), **{key: True})
         with pytest.raises(wiring.RoleError, match=f"--run.{addr}_addr HOST:PORT"):
             prepare(args)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"actor_addr": "localhost:{busy}"}, "run.actor_addr: .* already in use"),
+            (
+                {"actor_addr": "localhost:{free}", "replay_addr": "localhost:{free}"},
+                "run.replay_addr: expected an address of its own",
+            ),
+            ({"replay_addr": "0.0.0.0:{free}"}, "run.replay_addr: .*--run.keyfile"),
+            ({"logger_addr": "nohost.invalid:{free}"}, "run.logger_addr: Cannot res"),
+            ({"keyfile": "/no/such/file"}, "Cannot read key file /no/such/file"),
+            (
+                {"transport": "portal", "actor_addr": "0.0.0.0:{free}"},
+                "run.actor_addr: .* portal has no authentication",
+            ),
+        ],
+    )
+    def test_a_run_does_not_start_where_it_cannot_listen(
+        self, tmp_path, changes, message
+    ):
+        with socket.socket() as busy:
+            busy.bind(("127.0.0.1", 0))
+            busy.listen()
+            ports = {"{busy}": busy.getsockname()[1], "{free}": free_port()}
+            for name, port in ports.items():
+                changes = {k: v.replace(name, str(port)) for k, v in changes.items()}
+            args = make_args(logdir=str(tmp_path / "run"), **changes)
+            with pytest.raises(wiring.RoleError, match=message):
+                prepare(args)
+        assert not (tmp_path / "run").exists()
 
 
 class TestConnect:
