@@ -15,6 +15,7 @@ from embodied.space import Space
 
 logger = logging.getLogger(__name__)
 
+REWARD = "reward"
 MISSING = -np.inf  # What a float is that an environment could not observe.
 
 
@@ -67,6 +68,8 @@ class Observations:
             if value.dtype.kind == "f":
                 value = self._clean(key, value, envids)
             result[key] = value.astype(self._dtypes[key], copy=False)
+        if REWARD in obs:  # Not read here, but known by environment only here.
+            self._clean(REWARD, np.asarray(obs[REWARD]), envids)
         return result
 
     def zeros(self, rows: int) -> dict[str, np.ndarray]:
@@ -96,7 +99,8 @@ class Observations:
         if news:
             logger.warning(
                 "Observation %r of environment %s is not finite (%s). It is taken as "
-                "missing; further ones are only counted. Check the environment.",
+                "missing, a reward as zero; further ones are only counted. Check the "
+                "environment.",
                 key,
                 ", ".join(map(str, news)),
                 value[bad][0],

@@ -49,8 +49,9 @@ def test_they_are_reported_replaced_and_counted(tmp_path, script):
     )
     assert done.returncode == 0, done.stderr
     told = done.stdout + done.stderr
-    warned = re.findall(r"Observation 'vector' of environment ([\d, ]+) is not", told)
-    assert sorted(", ".join(warned).split(", ")) == ["0", "1"]
+    for key in ("vector", "reward"):
+        warned = re.findall(rf"Observation '{key}' of environment ([\d, ]+) is", told)
+        assert sorted(", ".join(warned).split(", ")) == ["0", "1"]
     assert "A reward in the replay is not finite (nan)" in told
     lines = (logdir / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line) for line in lines]
