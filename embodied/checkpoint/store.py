@@ -175,6 +175,18 @@ class Checkpoint:
             )
         return None
 
+    def listed(self) -> set[str] | None:
+        """Returns what to keep of files that lie elsewhere below the root.
+
+        Returns:
+          All paths that a manifest lists, relative to the root; None where a manifest
+          is damaged, since what that one lists is not known.
+        """
+        readable, damaged = self._manifests.read()
+        if damaged:
+            return None
+        return {record.path for manifest in readable for record in manifest.files}
+
     def parts(self, manifest: Manifest) -> list[str]:
         """Returns the names of the parts that a checkpoint has."""
         start, end = f"{self._folder}/", f"/{manifest.tag}.json"

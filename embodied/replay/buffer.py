@@ -23,7 +23,7 @@ import logging
 import operator
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -273,13 +273,21 @@ class Replay:
         with self._saving:
             self._saver.discard(self._index, data)
 
-    def clean(self, data: Tree) -> None:
-        """Removes what later saves than that of `data`, never committed, have left.
+    def clean(
+        self, listed: Collection[str] | None, root: str | os.PathLike[str]
+    ) -> None:
+        """Removes what saves have left that were neither committed nor discarded.
 
-        Call it at start-up, with the newest checkpoint.
+        Call it at start-up, before the first save, while nobody commits.
+
+        Args:
+          listed: the paths of all files that any checkpoint lists, be it whole or not;
+            None if that is not known, and nothing is removed.
+          root: what the paths are relative to.
         """
-        with self._saving:
-            self._saver.clean(data)
+        if listed is not None:
+            with self._saving:
+                self._saver.clean(listed, root)
 
     def load(
         self,
@@ -310,7 +318,7 @@ class Replay:
                 index = self._make_index(found.schema)
                 slots, same = restore(index, folder, found, own, amount, progress)
             if own:
-                self._saver.number = max(self._saver.number, found.save)
+                self._saver.resume(found.save)
             with self._changed:
                 self._install(index, slots, found.selector if same else None)
                 self._counters.load(found.counters)

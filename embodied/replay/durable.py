@@ -177,6 +177,15 @@ class ChunkFolder:
         except (OSError, ValueError, LookupError, zstandard.ZstdError) as error:
             raise CheckpointError(f"Cannot read {target}: {error}.") from error
 
+    def below(self, root: str | os.PathLike[str]) -> str:
+        """Returns the path of the directory relative to the root of checkpoints."""
+        path = os.path.relpath(self.path, os.path.abspath(root))
+        if path.startswith(os.pardir):
+            raise ValueError(
+                f"Expected the root of checkpoints to contain {self.path}, got {root}."
+            )
+        return path
+
     def scan(self) -> dict[bytes, list[Piece]]:
         """Returns what files there are, by chunk; their contents are not looked at."""
         found: dict[bytes, list[Piece]] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,12 +124,7 @@ class Saver:
         """Returns the files of a save relative to `root`."""
         if self._folder is None:
             return []
-        folder = os.path.relpath(self._folder.path, os.path.abspath(root))
-        if folder.startswith(os.pardir):
-            raise ValueError(
-                f"Expected the root of checkpoints to contain {self._folder.path}, "
-                f"got {root}."
-            )
+        folder = self._folder.below(root)
         return [record_of(identity, x, folder) for identity, x in files_of(data)]
 
     def discard(self, index: Index | None, data: Tree) -> None:
@@ -148,13 +143,25 @@ class Saver:
             if (kept, fresh) != (files.steps, files.latents):
                 files.steps, files.latents, files.stamp = kept, fresh, 0
 
-    def clean(self, data: Tree) -> None:
-        """Removes the files of later saves than that of `data`."""
-        if self._folder is not None:
-            for identity, pieces in self._folder.scan().items():
-                for piece in pieces:
-                    if piece.save > int(data["save"]):
-                        self._folder.remove(identity, piece)
+    def clean(self, listed: Collection[str], root: str | os.PathLike[str]) -> None:
+        """Removes the files that are not among `listed`, relative to `root`."""
+        if self._folder is None:
+            return
+        folder = self._folder.below(root)
+        for identity, pieces in self._folder.scan().items():
+            for piece in pieces:
+                if record_of(identity, piece, folder).path not in listed:
+                    self._folder.remove(identity, piece)
+
+    def resume(self, number: int) -> None:
+        """Goes on counting behind a save, and behind all that have left files.
+
+        Those of a later one may belong to a checkpoint that cannot be read for now;
+        to use its number again would be to write over them.
+        """
+        assert self._folder is not None
+        pieces = [x for found in self._folder.scan().values() for x in found]
+        self.number = max([self.number, number, *(x.save for x in pieces)])
 
     def _snapshot(self, index: Index) -> Snapshot:
         """Decides what belongs to a save, and pins what has to be written."""

@@ -184,6 +184,8 @@ class RunCheckpoint:
 
     def _resume(self, manifest: Manifest) -> None:
         found = self._checkpoint.parts(manifest)
+        # Also what checkpoints list that were skipped: a person may mend them.
+        listed = self._checkpoint.listed()
         for name, part in self._parts.items():
             if name not in found:
                 logger.warning(
@@ -192,10 +194,9 @@ class RunCheckpoint:
                     name,
                 )
                 continue
-            data = self._checkpoint.read_part(manifest, name)
-            part.load(data)
+            part.load(self._checkpoint.read_part(manifest, name))
             if isinstance(part, Replay):
-                part.clean(data)
+                part.clean(listed, self._root)
         logger.info(
             "Continuing at step %d, from checkpoint %s.",
             int(self._counter),

@@ -371,10 +371,12 @@ class TestFiles:
         assert (found["count"] == expected["count"]).all()
         assert (versions(found) == versions(expected)).all()
 
-    def test_cleaning_removes_what_came_after_a_checkpoint(self, make, tmp_path):
+    def test_cleaning_removes_what_came_after_a_checkpoint(
+        self, make, checkpoint, tmp_path
+    ):
         replay = make()
         fill(replay, [0], range(20))
-        data = replay.save()
+        data = commit(checkpoint, tmp_path, replay)
         kept = names(tmp_path)
         fill(replay, [0], range(20, 40))
         replay.update(make_update(replay.sample(9), 1))
@@ -382,9 +384,79 @@ class TestFiles:
         assert names(tmp_path) > kept
         loaded = make()
         loaded.load(data)
-        loaded.clean(data)
+        loaded.clean(checkpoint.listed(), tmp_path)
         assert names(tmp_path) == kept
         assert all_starts(loaded) == {(0, c) for c in range(18)}
+
+    def test_cleaning_removes_what_came_before_a_checkpoint(
+        self, make, checkpoint, tmp_path
+    ):
+        replay = make()
+        fill(replay, [0], range(20))
+        for version in range(3):
+            replay.update(make_update(replay.sample(9), 2 * version))
+            replay.save()  # Neither committed nor discarded: the conductor was killed.
+            replay.update(make_update(replay.sample(9), 2 * version + 1))
+            data = commit(checkpoint, tmp_path, replay)
+        listed = {path.removeprefix("replay/") for path in checkpoint.listed()}
+        assert names(tmp_path) - listed, "files that nobody needs"
+        (tmp_path / "replay" / "notes.txt").write_text("not a chunk")
+        loaded = make()
+        loaded.load(data)
+        loaded.clean(checkpoint.listed(), tmp_path)
+        assert names(tmp_path, "steps") | names(tmp_path, "latents") <= listed
+        assert (tmp_path / "replay" / "notes.txt").exists()
+        loaded.load(data)
+        assert all_starts(loaded) == {(0, c) for c in range(18)}
+
+    def test_going_on_from_an_older_checkpoint_leaves_the_newer_one_whole(
+        self, make, checkpoint, tmp_path
+    ):
+        replay = make(selector=selectors.Fifo())
+        fill(replay, [0], range(16))
+        older = commit(checkpoint, tmp_path, replay)
+        fill(replay, [0], range(16, 40))
+        replay.update(make_update(replay.sample(38, "report"), 1))
+        newer = commit(checkpoint, tmp_path, replay)
+        before = contents(tmp_path)
+        other = make(selector=selectors.Fifo())
+        other.load(older)
+        other.clean(checkpoint.listed(), tmp_path)
+        other.update(make_update(other.sample(14, "report"), 2))
+        other.save()  # Writes latents of the same chunks, under another name.
+        assert contents(tmp_path).items() > before.items()
+        loaded = make(selector=selectors.Fifo())
+        loaded.load(newer)
+        assert (versions(loaded.sample(38, "report")) == 1).all()
+
+    def test_cleaning_removes_nothing_if_a_manifest_is_damaged(
+        self, make, checkpoint, tmp_path
+    ):
+        replay = make()
+        for start in (0, 20):
+            fill(replay, [0], range(start, start + 20))
+            data = commit(checkpoint, tmp_path, replay)
+        (tmp_path / "ckpt/manifest.json").write_bytes(b"torn")
+        max((tmp_path / "ckpt/manifests").iterdir()).write_bytes(b"torn")
+        before = names(tmp_path)
+        loaded = make()
+        loaded.load(checkpoint.load()[0]["replay"])
+        assert all_starts(loaded) == {(0, c) for c in range(18)}
+        loaded.clean(checkpoint.listed(), tmp_path)
+        assert names(tmp_path) == before
+        loaded.load(data)
+        assert all_starts(loaded) == {(0, c) for c in range(38)}
+
+    def test_cleaning_leaves_the_files_of_other_replays(
+        self, make, checkpoint, tmp_path
+    ):
+        folders = [tmp_path / "replay", tmp_path / "replay/00001"]
+        replays = [make(directory=folder) for folder in folders]
+        for replay in replays:
+            fill(replay, [0], range(20))
+            replay.save()
+        replays[0].clean(set(), tmp_path)
+        assert [len(list(folder.glob("*.steps"))) for folder in folders] == [0, 3]
 
     def test_records_are_relative_to_the_root(self, make, tmp_path):
         replay = make()

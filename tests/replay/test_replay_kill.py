@@ -43,7 +43,7 @@ def load(root):
         return checkpoint, replay, {"spans": []}
     parts, meta = loaded
     replay.load(parts["replay"])
-    replay.clean(parts["replay"])
+    replay.clean(checkpoint.listed(), root)
     return checkpoint, replay, meta
 
 

@@ -117,6 +117,7 @@ class Run:
             context=context,
             bytes=(3 * capacity + 40 * length) * 80 if tight else "auto",
         )
+        self.folder = folder
         self.tight = tight
         self.exact = kind == "fifo"
         self.replay = self.make()
@@ -186,7 +187,8 @@ class Run:
         data, model = self.saved
         self.replay = self.make()
         self.replay.load(data)
-        self.replay.clean(data)
+        records = self.replay.records(data, self.folder)
+        self.replay.clean({record.path for record in records}, self.folder)
         self.model = copy.deepcopy(model)
         self.model.end_streams()
         self.model.counts = [count + 1000 for count in self.model.counts]  # A gap.

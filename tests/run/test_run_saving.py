@@ -95,6 +95,19 @@ class TestResume:
         assert newest.name in caplog.text
         assert newest_step(tmp_path) == 60
 
+    def test_a_checkpoint_that_was_skipped_can_be_mended(self, tmp_path):
+        for steps in (40, 80):
+            first = Parts(tmp_path, steps=steps)
+            first.train()
+        newest = max((tmp_path / "ckpt/agent").glob("*.safetensors"))
+        away = newest.rename(tmp_path / "away")
+        assert Parts(tmp_path, steps=40).train().step == 40
+        away.rename(newest)
+        again = Parts(tmp_path, steps=80)
+        assert again.train().steps == 0
+        assert len(again.replay) == len(first.replay) > 40
+        assert not unlisted(tmp_path)
+
     def test_when_none_is_whole_a_person_has_to_decide(self, tmp_path):
         Parts(tmp_path, steps=40).train()
         for path in (tmp_path / "ckpt/agent").glob("*.json"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -129,12 +129,19 @@ class ReplayRole:
         for name, replay in self._replays.items():
             if name in parts:
                 replay.load(parts[name])
-                replay.clean(parts[name])
         if LIMITER in parts:
             self.limiter.load(parts[LIMITER])
         self.limiter.available(len(self._train))
         if len(self._train):
             logger.info("The replay has %d sequences from before.", len(self._train))
+
+    def clean(
+        self, parts: Collection[str], listed: Collection[str] | None, root: Any
+    ) -> None:
+        """Removes the files of the replays in `parts` that no checkpoint lists."""
+        for name, replay in self._replays.items():
+            if name in parts:
+                replay.clean(listed, root)
 
     def save(
         self,
@@ -242,6 +249,7 @@ def serve(role: ReplayRole, args: Any, stop: threading.Event) -> None:
     checkpoint = RoleCheckpoint(args)
     parts = checkpoint.load((TRAIN_REPLAY, EVAL_REPLAY, LIMITER, CALLS))
     role.load(parts)
+    role.clean(parts, checkpoint.listed(), checkpoint.root)
     server = wiring.make_server("Server", args.replay_addr, "replay", args)
     if CALLS in parts:
         server.load(parts[CALLS])

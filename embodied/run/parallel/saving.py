@@ -103,6 +103,14 @@ class RoleCheckpoint:
             if name + self._suffix in found
         }
 
+    def listed(self) -> set[str] | None:
+        """Returns the paths of all files that a checkpoint lists, if that is known.
+
+        Call it between `load` and the first save: until then nobody commits, since a
+        save that began before `load` is refused, and a later one needs this role.
+        """
+        return self._checkpoint.listed()
+
     def write(self, tag: str, parts: Mapping[str, Tree]) -> list[FileRecord]:
         """Writes parts under the conductor's tag."""
         return [
