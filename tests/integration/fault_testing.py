@@ -205,6 +205,16 @@ def check_replay(logdir, max_gaps=0):
     return set(steps)
 
 
+def check_files(logdir):
+    """Raises if there are files of replays that no checkpoint lists."""
+    found = {
+        path.relative_to(logdir).as_posix()
+        for folder in ("replay", "replay_eval")
+        for path in pathlib.Path(logdir, folder).rglob("*")
+    }
+    assert found and found <= Checkpoint(logdir).listed()
+
+
 def updates_of(logdir, manifest):
     """How often the agent of a checkpoint was trained, as it says itself."""
     data = Checkpoint(pathlib.Path(logdir)).read_part(manifest, "agent")

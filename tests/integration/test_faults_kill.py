@@ -10,6 +10,7 @@ from fault_testing import (
     CONTEXT,
     ENVS,
     Run,
+    check_files,
     check_metrics,
     check_ratio,
     check_replay,
@@ -69,6 +70,7 @@ class TestRolesThatComeBack:
             run.goes_on()
             run.leave()
         check_replay(tmp_path, max_gaps=ENVS)
+        check_files(tmp_path)
 
     def test_agent_process(self, tmp_path):
         with Run(tmp_path, "--run.agent_process", "True") as run:
@@ -117,6 +119,7 @@ class TestLauncher:
             check_ratio(run)
             run.leave()
         check_replay(tmp_path)
+        check_files(tmp_path)
         check_metrics(tmp_path)
 
 

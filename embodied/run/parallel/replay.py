@@ -155,22 +155,16 @@ class ReplayRole:
           trained: batches that the learner has trained on.
           paused: keeps stores and updates out.
           calls: returns which calls were answered.
+
+        Raises:
+          CheckpointError: a replay could not be saved; what the other wrote is removed.
         """
         parts: dict[str, Any] = {}
-        with contextlib.ExitStack() as pause:
-            # Else a call that waits for its turn would keep the pause from beginning.
-            with self.limiter.opened():
-                pause.enter_context(paused())
-            with self._lock:
-                pending = max(0, self._drawn - int(trained))
-            counted = int(self.limiter.stats()["samples"])
-            parts[LIMITER] = self.limiter.save(min(pending * self._batch, counted))
-            parts[CALLS] = calls()
-
-            def cut_eval() -> None:
-                parts[EVAL_REPLAY] = self._eval.save(on_cut=pause.close)
-
-            parts[TRAIN_REPLAY] = self._train.save(on_cut=cut_eval)
+        try:
+            self._save_into(parts, trained, paused, calls)
+        except BaseException:
+            self.discard(parts)  # Nobody else knows of it.
+            raise
         return parts
 
     def records(self, parts: dict[str, Any], root: Any) -> list[FileRecord]:
@@ -203,6 +197,29 @@ class ReplayRole:
         self.limiter.close()
         for stream in self._streams.values():
             stream.close()
+
+    def _save_into(
+        self,
+        parts: dict[str, Any],
+        trained: int,
+        paused: Callable[[], contextlib.AbstractContextManager[None]],
+        calls: Callable[[], Any],
+    ) -> None:
+        """Adds each part as soon as it is saved."""
+        with contextlib.ExitStack() as pause:
+            # Else a call that waits for its turn would keep the pause from beginning.
+            with self.limiter.opened():
+                pause.enter_context(paused())
+            with self._lock:
+                pending = max(0, self._drawn - int(trained))
+            counted = int(self.limiter.stats()["samples"])
+            parts[LIMITER] = self.limiter.save(min(pending * self._batch, counted))
+            parts[CALLS] = calls()
+
+            def cut_eval() -> None:
+                parts[EVAL_REPLAY] = self._eval.save(on_cut=pause.close)
+
+            parts[TRAIN_REPLAY] = self._train.save(on_cut=cut_eval)
 
     def _sample(self, mode: str, replay: Replay) -> dict[str, Array]:
         if not len(replay):

@@ -15,6 +15,8 @@ from role_testing import (
     wait_until,
 )
 
+from embodied.checkpoint import Checkpoint, CheckpointError
+from embodied.replay.durable import ChunkFolder
 from embodied.rpc import Unanswered
 from embodied.rpc.pause import Pause
 from embodied.run.parallel.replay import CALLS, LIMITER, ReplayRole
@@ -187,6 +189,49 @@ class TestSave:
         assert files and all(path.exists() for path in files)
         role.discard(parts)
         assert not any(path.exists() for path in files)
+
+    @pytest.mark.parametrize("failing", ["replay", "replay_eval"])
+    def test_a_replay_that_fails_takes_the_other_one_back(
+        self, tmp_path, monkeypatch, failing
+    ):
+        role = make_role(tmp_path)
+        fill(role, FULL)
+        fill(role, 12, (9,), is_eval=True)
+        write = ChunkFolder.write
+
+        def write_or_fail(self, *args):
+            if self.path.name == failing:
+                raise CheckpointError("the disk is full")
+            return write(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkFolder, "write", write_or_fail)
+            with pytest.raises(CheckpointError, match="the disk is full"):
+                save(role)
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+        records = role.records(save(role), tmp_path)
+        assert len({record.path.split("/")[0] for record in records}) == 2
+
+    def test_a_role_that_starts_removes_what_was_never_committed(self, tmp_path):
+        role, checkpoint = make_role(tmp_path), Checkpoint(tmp_path, min_free_bytes=0)
+        fill(role, FULL)
+        fill(role, 12, (9,), is_eval=True)
+        parts, tag = save(role), checkpoint.new_tag()
+        checkpoint.commit(tag, role.records(parts, tmp_path))
+        committed = replay_files(tmp_path)
+        fill(role, 12, (9,), is_eval=True, start=12)
+        save(role)  # Neither committed nor discarded.
+        assert replay_files(tmp_path) > committed
+        other = make_role(tmp_path)
+        other.load(parts)
+        other.clean(parts, checkpoint.listed(), tmp_path)
+        assert replay_files(tmp_path) == committed
+
+
+def replay_files(folder):
+    return {
+        path for name in ("replay", "replay_eval") for path in folder.glob(f"{name}/*")
+    }
 
 
 def parts_steps(parts, folder):
