@@ -27,6 +27,7 @@ from embodied.checkpoint import (
     FileRecord,
     load_tree,
     save_tree,
+    store,
     write_file,
 )
 from embodied.checkpoint.files import HashedReader
@@ -643,6 +644,74 @@ class TestPruning:
         (tmp_path / "x").rmdir()
         checkpoint.clean()
         assert not (tmp_path / f"ckpt/manifests/{first.tag}.json").exists()
+
+
+class TestReadersOfARunThatGoesOn:
+    """With keep=1 every commit prunes the checkpoint that a reader has found."""
+
+    @pytest.fixture
+    def run(self, tmp_path):
+        run = Checkpoint(tmp_path, keep=1, min_free_bytes=0)
+        run.save({"agent": 0}, {"step": 0})
+        return run
+
+    @pytest.fixture
+    def commit_before(self, monkeypatch, run):
+        """Has the run commit before each of the first calls of a function."""
+
+        def commit_before(name, commits):
+            function, steps = getattr(store, name), iter(range(1, commits + 1))
+
+            def commit_and_call(*args, **kwargs):
+                if (step := next(steps, None)) is not None:
+                    with monkeypatch.context() as patch:
+                        patch.setattr(store, name, function)
+                        run.save({"agent": step}, {"step": step})
+                return function(*args, **kwargs)
+
+            monkeypatch.setattr(store, name, commit_and_call)
+
+        return commit_before
+
+    # The one looks whether files are whole, the other reads them after that.
+    @pytest.mark.parametrize("name", ["find_damage", "load_tree"])
+    @pytest.mark.parametrize("commits", [1, 3])
+    def test_they_get_the_newer_checkpoint_without_a_warning(
+        self, tmp_path, commit_before, name, commits
+    ):
+        reader = Checkpoint(tmp_path)
+        commit_before(name, commits)
+        with warnings() as messages:
+            manifest, parts = reader.read_newest(["agent"])
+        assert (manifest.meta["step"], parts) == (commits, {"agent": commits})
+        assert not messages
+
+    def test_all_ways_to_read_look_again(self, tmp_path, commit_before):
+        reader = Checkpoint(tmp_path)
+        commit_before("find_damage", 1)
+        assert reader.newest().meta["step"] == 1
+        commit_before("find_damage", 1)
+        assert reader.load() == ({"agent": 1}, {"step": 1})
+
+    def test_they_do_not_look_for_ever(self, tmp_path, commit_before):
+        commit_before("load_tree", 1000)
+        with pytest.raises(CheckpointError, match="is missing"):
+            Checkpoint(tmp_path).load()
+
+    def test_what_is_damaged_is_read_once(self, tmp_path, run, monkeypatch):
+        for path in files_below(tmp_path):
+            if path.endswith(".safetensors"):
+                flip(tmp_path / path, 80)
+        find_damage, calls = store.find_damage, []
+
+        def count(*args, **kwargs):
+            calls.append(args)
+            return find_damage(*args, **kwargs)
+
+        monkeypatch.setattr(store, "find_damage", count)
+        with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole"):
+            Checkpoint(tmp_path).newest()
+        assert len(calls) == 2  # The part's two files.
 
 
 class TestHostileManifests:

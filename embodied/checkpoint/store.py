@@ -11,9 +11,9 @@ import datetime
 import logging
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from embodied.base import Tree
 from embodied.checkpoint.files import (
@@ -37,6 +37,10 @@ from embodied.checkpoint.manifest import (
 from embodied.checkpoint.trees import load_tree, save_tree
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
+
+# How often to look for a checkpoint while a run commits and prunes what was found.
+_LOOKS = 10
+_Found = TypeVar("_Found")
 
 logger = logging.getLogger("embodied.checkpoint")
 
@@ -152,28 +156,7 @@ class Checkpoint:
           CheckpointError: there are commits, but all are damaged. Starting from zero
             would lose what can perhaps still be rescued, so a person has to decide.
         """
-        readable, damaged = self._manifests.read()
-        problems = list(damaged.values())
-        for problem in problems:
-            logger.warning("Skipping a damaged manifest: %s", problem)
-        for manifest in readable:
-            found = [
-                damage
-                for record in manifest.files
-                if record.required and (damage := find_damage(self._root, record))
-            ]
-            if not found:
-                return manifest
-            for problem in found:
-                logger.warning("Skipping checkpoint %s: %s", manifest.tag, problem)
-            problems += found
-        if problems:
-            raise CheckpointError(
-                f"No checkpoint in {self._root / self._folder} is whole: "
-                f"{' '.join(problems)} Restore these files from a copy, or move the "
-                "folder away to start from the beginning."
-            )
-        return None
+        return self._look(self._find_newest)
 
     def listed(self) -> set[str] | None:
         """Returns what to keep of files that lie elsewhere below the root.
@@ -197,7 +180,11 @@ class Checkpoint:
         ]
 
     def read_part(self, manifest: Manifest, name: str) -> Tree:
-        """Returns the tree that `write_part` was given; verifies it once more."""
+        """Returns the tree that `write_part` was given; verifies it once more.
+
+        Whoever reads a run that goes on takes `read_newest`: by now, the run may have
+        committed others and pruned this one.
+        """
         names = self.parts(manifest)
         if name not in names:
             raise CheckpointError(
@@ -223,11 +210,28 @@ class Checkpoint:
 
     def load(self) -> tuple[dict[str, Tree], dict[str, Any]] | None:
         """Returns all parts and the meta of the newest whole checkpoint, if any."""
-        manifest = self.newest()
-        if manifest is None:
-            return None
-        parts = {name: self.read_part(manifest, name) for name in self.parts(manifest)}
-        return parts, manifest.meta
+        found = self.read_newest()
+        return None if found is None else (found[1], found[0].meta)
+
+    def read_newest(
+        self, names: Iterable[str] | None = None
+    ) -> tuple[Manifest, dict[str, Tree]] | None:
+        """Returns the newest whole checkpoint, if any, with parts of it.
+
+        A run may commit meanwhile.
+
+        Args:
+          names: of the parts; by default all.
+        """
+
+        def read() -> tuple[Manifest, dict[str, Tree]] | None:
+            manifest = self._find_newest()
+            if manifest is None:
+                return None
+            chosen = self.parts(manifest) if names is None else names
+            return manifest, {name: self.read_part(manifest, name) for name in chosen}
+
+        return self._look(read)
 
     def discard(self, tag: str) -> bool:
         """Removes the parts of a save that failed; a committed tag is left alone.
@@ -300,6 +304,44 @@ class Checkpoint:
             for path in list_files(self._root, self._folder):
                 if find_tag(path) and path not in needed:
                     delete(self._root, path)
+
+    def _look(self, read: Callable[[], _Found]) -> _Found:
+        """Reads again if that failed while another process committed.
+
+        A commit prunes checkpoints, so that files of those that were listed before may
+        be gone, although none is damaged.
+        """
+        for _ in range(_LOOKS - 1):
+            before = self._manifests.newest_tag()
+            try:
+                return read()
+            except CheckpointError:
+                if self._manifests.newest_tag() == before:
+                    raise
+        return read()
+
+    def _find_newest(self) -> Manifest | None:
+        readable, damaged = self._manifests.read()
+        skipped = [("a damaged manifest", problem) for problem in damaged.values()]
+        for manifest in readable:
+            found = [
+                damage
+                for record in manifest.files
+                if record.required and (damage := find_damage(self._root, record))
+            ]
+            if not found:
+                for what, problem in skipped:
+                    logger.warning("Skipping %s: %s", what, problem)
+                return manifest
+            skipped += [(f"checkpoint {manifest.tag}", problem) for problem in found]
+        if skipped:
+            problems = " ".join(problem for _, problem in skipped)
+            raise CheckpointError(
+                f"No checkpoint in {self._root / self._folder} is whole: {problems} "
+                "Restore these files from a copy, or move the folder away to start "
+                "from the beginning."
+            )
+        return None
 
     def _stem(self, tag: str, name: str) -> str:
         check_tag(tag)

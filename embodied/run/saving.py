@@ -242,7 +242,7 @@ def load_agent(agent: Agent, source: str | os.PathLike[str], regex: str) -> int:
 
 
 def read_agent(source: str | os.PathLike[str]) -> SavedAgent:
-    """Reads the agent of the newest whole checkpoint of a run.
+    """Reads the agent of the newest whole checkpoint of a run, which may go on.
 
     Args:
       source: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it.
@@ -253,12 +253,11 @@ def read_agent(source: str | os.PathLike[str]) -> SavedAgent:
     folder = find_checkpoints(source)
     if folder is None:
         raise CheckpointError(_nothing(Path(source).expanduser()))
-    checkpoint = Checkpoint(folder.parent, folder.name)
-    manifest = checkpoint.newest()
-    assert manifest is not None
-    data = checkpoint.read_part(manifest, AGENT)
+    found = Checkpoint(folder.parent, folder.name).read_newest([AGENT])
+    assert found is not None
+    manifest, parts = found
     step = int(manifest.meta.get("step", 0))
-    return SavedAgent(folder.parent, manifest.tag, step, data)
+    return SavedAgent(folder.parent, manifest.tag, step, parts[AGENT])
 
 
 def find_checkpoints(source: str | os.PathLike[str]) -> Path | None:

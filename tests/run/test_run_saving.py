@@ -17,8 +17,8 @@ from run_testing import (
     saved_steps,
 )
 
-from embodied.checkpoint import Checkpoint, CheckpointError
-from embodied.run.saving import RunCheckpoint
+from embodied.checkpoint import Checkpoint, CheckpointError, store
+from embodied.run.saving import RunCheckpoint, read_agent
 
 
 def unlisted(logdir):
@@ -305,6 +305,18 @@ class TestFromCheckpoint:
         again = Parts(tmp_path / "new", steps=100, from_checkpoint=source)
         again.train()
         assert again.agent.updates == first.agent.updates
+
+    def test_the_source_may_go_on(self, tmp_path, monkeypatch):
+        Parts(tmp_path / "source", steps=20, keep=1).train()
+        find_damage = store.find_damage
+
+        def go_on(*args, **kwargs):
+            monkeypatch.setattr(store, "find_damage", find_damage)
+            Parts(tmp_path / "source", steps=60, keep=1).train()
+            return find_damage(*args, **kwargs)
+
+        monkeypatch.setattr(store, "find_damage", go_on)
+        assert read_agent(tmp_path / "source").step == 60
 
     @pytest.mark.parametrize("folder", ["", "nowhere"])
     def test_a_wrong_folder_is_named_before_anything_is_saved(self, tmp_path, folder):
