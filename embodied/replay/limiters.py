@@ -286,8 +286,8 @@ class SamplesPerInsert(Limiter):
                 "less, both sides would wait for each other at every batch. Usual "
                 f"are four batches: tolerance={4 * min_size}."
             )
-        self._samples_per_insert = _fraction(samples_per_insert)
-        self._tolerance = _fraction(tolerance)
+        self._samples_per_insert = as_fraction(samples_per_insert)
+        self._tolerance = as_fraction(tolerance)
 
     def _ratio(self) -> Fraction:
         return self._samples_per_insert
@@ -334,13 +334,17 @@ def make(
     return SamplesPerInsert(samples_per_insert, tolerance, min_size, capacity)
 
 
-def _check_amount(amount: int) -> None:
-    if operator.index(amount) < 1:
-        raise ValueError(f"Expected an amount of 1 or more, got {amount}.")
+def as_fraction(value: float) -> Fraction:
+    """Returns the simple fraction that the float was computed from, if there is one.
 
-
-def _fraction(value: float) -> Fraction:
-    """Returns the simple fraction that the float was computed from, if there is one."""
+    Such as 1/10, and not the float next to it: counts against it do not drift. Where
+    there is none, also for a value too small for one, it is the float's own.
+    """
     value = float(value)
     simple = Fraction(value).limit_denominator(1_000_000)
     return simple if float(simple) == value else Fraction(value)
+
+
+def _check_amount(amount: int) -> None:
+    if operator.index(amount) < 1:
+        raise ValueError(f"Expected an amount of 1 or more, got {amount}.")

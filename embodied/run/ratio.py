@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from embodied.base import Tree
+from embodied.replay.limiters import as_fraction
 
 logger = logging.getLogger("embodied.run")
 
@@ -42,9 +43,7 @@ class TrainRatio:
                 "TrainRatio expected a batch of at least 1 sequence of 1 step, got "
                 f"batch_size={batch_size} and batch_length={batch_length}."
             )
-        # The decimal that was meant, such as 1/10, and not the float next to it. As a
-        # fraction it does not drift.
-        self._ratio = Fraction(ratio).limit_denominator(1_000_000)
+        self._ratio = as_fraction(ratio)
         self._batch_size = batch_size
         self._batch = batch_size * batch_length
         self._steps = 0  # Of environments.

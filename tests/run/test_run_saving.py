@@ -59,7 +59,7 @@ class TestResume:
         positions = where[..., 1] * 6 + where[..., 2]
         assert (np.diff(positions, axis=1) == 1).all()
 
-    @pytest.mark.parametrize("ratio", [3.7, 20.0])
+    @pytest.mark.parametrize("ratio", [4e-7, 3.7, 20.0])
     def test_the_ratio_is_exact_over_all_resumes(self, tmp_path, ratio):
         for steps in (14, 30, 62, 64, 200):
             parts = Parts(tmp_path, steps=steps, train_ratio=ratio, envs=2)

@@ -54,6 +54,15 @@ def test_without_a_ratio_every_call_trains_once(ratio):
     assert [keeper.batches(steps, stored=4) for steps in (1, 1000, 5)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("ratio", [4e-7, 1e-300])
+def test_a_tiny_ratio_is_a_limit_too(ratio):
+    keeper = TrainRatio(ratio, batch_size=16, batch_length=64)
+    assert sum(keeper.batches(16, stored=1000) for _ in range(100)) == 1
+    again = TrainRatio(ratio, batch_size=16, batch_length=64)
+    again.load(keeper.save())
+    assert again.batches(16, stored=1000) == 0
+
+
 def test_another_ratio_counts_anew():
     keeper = TrainRatio(1, batch_size=1, batch_length=10)
     keeper.batches(1, stored=1)
