@@ -216,7 +216,8 @@ class Replay:
 
         Args:
           data: `stepid` [..., 20] uint8 and, with the same leading shape, latents and
-            `priority`. Steps that have been evicted are left out and counted.
+            `priority`. Steps that have been evicted are left out and counted, and
+            so are priorities that are NaN, infinite or negative.
         """
         with self._changed:
             index = self._index

@@ -13,6 +13,7 @@ NAMES = (
     "evicted",
     "update_ignored",
     "online_dropped",
+    "priorities_rejected",
 )
 
 

@@ -78,7 +78,8 @@ def find_saved(data: Tree, context: int) -> Found:
     try:
         if data["format"] != FORMAT:
             raise ValueError(f"expected format {FORMAT}, got {data['format']!r:.50}")
-        counters = {name: int(data["counters"][name]) for name in NAMES}
+        # One that is missing was not counted yet by the version that saved.
+        counters = {name: int(data["counters"].get(name, 0)) for name in NAMES}
         if "chunks" not in data:
             return Found([], None, 0, int(data["save"]), counters)
         order = unpack_order(data["order"])

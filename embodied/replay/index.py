@@ -37,7 +37,8 @@ class Index:
       settings: of the buffer.
       selector: holds the slots of all items.
       changed: condition over the index lock; told when a chunk is released.
-      counters: of inserts, evictions and sequences dropped from the online queue.
+      counters: of inserts, evictions, sequences dropped from the online queue, and
+        priorities that were rejected.
     """
 
     def __init__(
@@ -172,11 +173,20 @@ class Index:
             self.release(int(number))
 
     def prioritize(self, rows: np.ndarray, priorities: np.ndarray) -> None:
-        """Sets priorities [n] of steps, and so of all items that hold one of them."""
+        """Sets priorities [n] of steps, and so of all items that hold one of them.
+
+        A step whose new one is NaN, infinite or negative keeps what it had; these are
+        counted.
+        """
         steps = self.chunks.priorities
-        if steps is None or not len(rows):
+        if steps is None:
             return
-        steps[rows] = priorities
+        valid = np.isfinite(priorities) & (priorities >= 0)
+        self.counters.add(priorities_rejected=int((~valid).sum()))
+        rows = rows[valid]
+        if not len(rows):
+            return
+        steps[rows] = priorities[valid]
         slots = self._items_around(np.unique(rows))
         self.selector.prioritize(slots, steps[self.chunks.expand(slots, self.length)])
 

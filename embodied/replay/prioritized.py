@@ -27,7 +27,8 @@ class Prioritized(SeededSelector):
       call draws with replacement.
     - While all priorities are zero, all slots are drawn equally, with replacement.
     - A priority that is NaN, infinite or negative must not end a training run: the
-      slot keeps the one it had, and `rejected` counts it.
+      slot keeps the one it had, and `rejected` counts it. Those of single steps do
+      not come this far: the buffer keeps what it had, and counts them itself.
 
     About 25 bytes per slot.
 

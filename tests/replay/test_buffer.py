@@ -629,6 +629,38 @@ class TestPriorities:
             assert np.isnan(row).sum() == 3
         assert sorted(row.index(2.5) for row in calls.values()) == [0, 1, 2, 3]
 
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0])
+    def test_a_priority_that_is_none_leaves_the_one_before(self, value):
+        class Recorder(selectors.Prioritized):
+            def prioritize(self, slots, priorities):
+                calls.append(priorities.tolist())
+                super().prioritize(slots, priorities)
+
+        calls = []
+        replay = Replay(2, selector=Recorder())
+        fill(replay, [0], range(3))
+        batch = replay.sample(50, "report")
+        ids = dict(
+            zip(batch["count"].ravel().tolist(), batch["stepid"].reshape(-1, 20))
+        )
+
+        def update(priorities):
+            replay.update(
+                {
+                    "stepid": np.stack([ids[count] for count in priorities]),
+                    "priority": np.array(list(priorities.values()), np.float32),
+                }
+            )
+
+        update({0: 10.0, 1: 2.0, 2: 4.0})
+        update({0: value, 2: 6.0})
+        assert calls == [[[10, 2], [2, 4]], [[2, 6]]]
+        update({0: value, 1: value})
+        update({1: 3.0})
+        assert calls[2:] == [[[10, 3], [3, 6]]], "as if the others had not come"
+        stats = replay.stats()
+        assert (stats["updates"], stats["priorities_rejected"]) == (4, 3)
+
     def test_only_training_notes_what_was_drawn(self):
         replay = Replay(1, selector=selectors.Prioritized(zero_on_sample=True))
         fill(replay, [0], range(10))
