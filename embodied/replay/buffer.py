@@ -44,7 +44,7 @@ from embodied.replay.access import (
 from embodied.replay.counters import Counters
 from embodied.replay.durable import ChunkFolder
 from embodied.replay.fields import STEPID_BYTES, Schema
-from embodied.replay.finding import find
+from embodied.replay.finding import find, require_latents
 from embodied.replay.index import STATE, Index
 from embodied.replay.restoring import fill_selector, restore
 from embodied.replay.saving import Saver
@@ -263,7 +263,8 @@ class Replay:
         """
         with self._saving:
             with self._writing if self._save_wait else contextlib.nullcontext():
-                return self._saver.save(self._index, self._counters, on_cut)
+                data = self._saver.save(self._index, self._counters, on_cut)
+        return {**data, "context": self._settings.context}
 
     def records(self, data: Tree, root: str | os.PathLike[str]) -> list[FileRecord]:
         """Returns the files of a save, relative to `root`, to commit them."""
@@ -309,11 +310,16 @@ class Replay:
             elsewhere is written to the own directory by the next save.
           amount: reads the newest steps only.
           progress: called with the chunks that are done and their number.
+
+        Raises:
+          CheckpointError: `data` is no save that this version can read, or its steps
+            were saved without the latents that this buffer samples.
         """
         folder = self._folder if directory is None else ChunkFolder(directory)
         own = folder is not None and folder == self._folder
         with self._saving, self._writing:
             found = find(data, folder, self._settings.context)
+            require_latents(found, self._settings.context, self._settings.name)
             index, slots, same = None, np.zeros(0, np.int64), False
             if folder is not None and found.schema is not None:
                 index = self._make_index(found.schema)

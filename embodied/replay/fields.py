@@ -16,6 +16,10 @@ STEPID = "stepid"
 FLAGS = ("is_first", "is_last")
 STEPID_BYTES = 20  # 16 of the chunk, 4 of the step's index in it, the largest first.
 
+_CONTEXT_HINT = (
+    " Steps that were loaded have no latents if they are from a run with "
+    "replay_context 0: use that again, or another logdir."
+)
 _EXTENSIONS = {
     np.dtype(kind)
     for kind in vars(ml_dtypes).values()
@@ -84,6 +88,7 @@ class Schema:
                 f"step had, got {f'none of {missing}' if missing else ''}"
                 f"{' and ' if missing and surplus else ''}"
                 f"{f'{surplus} in addition' if surplus else ''}."
+                f"{_CONTEXT_HINT if any(map(is_latent, surplus)) else ''}"
             )
         return {key: self.pack_key(key, values[key], (amount,)) for key in self.fields}
 

@@ -55,6 +55,7 @@ class Found:
     counters: dict[str, int]
     selector: Tree = None
     items: int = 0
+    context: int | None = None  # Of the buffer that saved; None if that is not known.
 
 
 def find(data: Tree, folder: ChunkFolder | None, context: int) -> Found:
@@ -67,6 +68,22 @@ def find(data: Tree, folder: ChunkFolder | None, context: int) -> Found:
             "Expected a directory to load from, as this buffer has none of its own."
         )
     return scan_folder(folder, context)
+
+
+def require_latents(found: Found, context: int, name: str) -> None:
+    """Raises CheckpointError if a buffer needs latents that were not saved.
+
+    Args:
+      found: what was found.
+      context: of the buffer.
+      name: of the buffer, for the message.
+    """
+    if found.schema is not None and found.context == 0 and context:
+        raise CheckpointError(
+            f"Replay '{name}' has replay_context={context} and so expected steps with "
+            "latents, but these were saved with replay_context=0, without them. Use "
+            "replay_context 0 as before, or another logdir."
+        )
 
 
 def find_saved(data: Tree, context: int) -> Found:
@@ -96,6 +113,7 @@ def find_saved(data: Tree, context: int) -> Found:
             counters,
             data["selector"],
             len(order),
+            data.get("context"),
         )
     except (
         AttributeError,

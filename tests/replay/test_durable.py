@@ -179,6 +179,48 @@ class TestRoundTrip:
         expected = {(w, c) for w in (0, 1) for c in range(21 - length)}
         assert all_starts(loaded) == expected
 
+    @pytest.mark.parametrize("context", [0, 3])
+    def test_another_context_takes_what_it_needs_of_the_latents(self, make, context):
+        replay = make(length=3, context=1)
+        fill(replay, [0], range(20))
+        loaded = make(length=3, context=context)
+        loaded.load(replay.save())
+        fill(loaded, [1], range(20))
+        batch = loaded.sample(50)
+        assert ("dyn/deter" in batch) == bool(context)
+        assert set(batch["worker"][:, 0].tolist()) == {0, 1}
+
+    def test_latents_that_were_not_saved_cannot_be_sampled(self, make):
+        replay = make(length=3, context=0)
+        empty = replay.save()
+        fill(replay, [0], range(20))
+        data = replay.save()
+        loaded = make(length=3, context=1, name="train")
+        with pytest.raises(
+            CheckpointError,
+            match=r"'train' has replay_context=1 .* saved with replay_context=0, ",
+        ):
+            loaded.load(data)
+        assert len(loaded) == 0
+        loaded.load()  # The files alone do not say it.
+        with pytest.raises(
+            ValueError, match=r"'dyn/deter'.* run with replay_context 0"
+        ):
+            fill(loaded, [0], range(1))
+        loaded.load(empty)
+        fill(loaded, [0], range(3))
+        assert len(loaded) == 1
+
+    def test_saves_of_before_have_neither_the_context_nor_all_counters(self, make):
+        replay = make(length=3)
+        fill(replay, [0], range(20))
+        data = replay.save()
+        del data["context"], data["counters"]["priorities_rejected"]
+        loaded = make(length=3)
+        loaded.load(data)
+        assert len(loaded) == 18
+        assert loaded.stats()["total_priorities_rejected"] == 0
+
     @pytest.mark.parametrize("amount", [1, 10, 17, 1000])
     def test_amount_limits_to_the_newest_steps(self, make, amount):
         replay = make(length=3)

@@ -84,6 +84,16 @@ class TestResume:
         again = Parts(tmp_path, steps=80, train_ratio=24.0)
         assert again.train().updates == pytest.approx(40, abs=2)
 
+    def test_latents_that_were_not_saved_are_missed_before_anything_runs(
+        self, tmp_path
+    ):
+        Parts(tmp_path, steps=40, replay_context=0).train()
+        again = Parts(tmp_path, steps=80, replay_context=1)
+        with pytest.raises(CheckpointError, match=r"replay_context=0, without them"):
+            again.train()
+        assert again.envs == []
+        assert Parts(tmp_path, steps=80, replay_context=0).train().steps == 40
+
     def test_the_newest_whole_checkpoint_is_taken(self, tmp_path, caplog):
         Parts(tmp_path, steps=40).train()
         Parts(tmp_path, steps=80).train()
