@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from pathlib import Path
 
 import psutil
 
+from embodied.replay import cgroups
 from embodied.replay.settings import Settings
 from embodied.replay.slots import MAX_SLOT
 
@@ -16,7 +16,6 @@ logger = logging.getLogger("embodied.replay")
 # Two buffers, for training and evaluation, usually share a process.
 AUTO_SHARE = 0.4
 INDEX_BYTES = 40  # Per step, of the buffer's and the selector's own arrays.
-_CGROUP = Path("/sys/fs/cgroup")
 _MIN_CHUNKS = 32  # Small buffers get small chunks, so that few steps lie unused.
 _SPARE_CHUNKS = 4096  # For many workers; not touched, and so not there, without them.
 
@@ -91,11 +90,5 @@ def chunks_per_worker(length: int, size: int) -> int:
 
 
 def available_bytes() -> int:
-    """Returns the memory that can be used, also inside a container."""
-    available = psutil.virtual_memory().available
-    try:
-        limit = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):  # No such file, or 'max': there is no limit.
-        return available
-    return min(available, max(0, limit - used))
+    """Returns the memory that can be used, also inside a container or a job."""
+    return int(min(psutil.virtual_memory().available, cgroups.bytes_left()))
