@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ class RunCheckpoint:
     """The checkpoints of a run that lives in one process.
 
         checkpoint.restore()
-        with checkpoint.saved_at_end():
+        with checkpoint.saved_at_end(finish):
           while ...:
             ...
             if should_save():
@@ -109,8 +109,11 @@ class RunCheckpoint:
             self._saved = int(self._counter)
 
     @contextlib.contextmanager
-    def saved_at_end(self) -> Iterator[None]:
+    def saved_at_end(self, finish: Callable[[], None]) -> Iterator[None]:
         """Saves when the body has ended, or was ended by an environment's failure.
+
+        Args:
+          finish: called before that save.
 
         Raises:
           CheckpointError: the state at the end could not be saved.
@@ -118,8 +121,11 @@ class RunCheckpoint:
         try:
             yield
         except EnvError:
-            self.save()  # What was collected and learned until then is as it should be.
+            # What was collected and learned until then is as it should be.
+            finish()
+            self.save()
             raise
+        finish()
         if not self.save():
             raise CheckpointError(
                 f"The end of the run, at step {int(self._counter)}, could not be saved "

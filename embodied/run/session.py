@@ -178,6 +178,5 @@ def open_session(
             meter=Meter(),
             usage=Usage(args.usage),
         )
-        with checkpoint.saved_at_end():
+        with checkpoint.saved_at_end(session.finish):
             yield session
-            session.finish()

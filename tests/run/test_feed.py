@@ -4,8 +4,9 @@ import itertools
 import threading
 
 import pytest
-from run_testing import NotingAgent, Parts
+from run_testing import NotingAgent, Parts, Task
 
+from embodied.driver import EnvError
 from embodied.run.training import Feed
 from embodied.streams import Prefetch, Stateless
 
@@ -132,9 +133,23 @@ class Late(NotingAgent):
         return results
 
 
-def test_the_metrics_of_the_last_update_are_not_lost(tmp_path):
+@pytest.mark.parametrize("ends", ["by its steps", "by an env that fails"])
+def test_the_metrics_of_the_last_update_are_not_lost(tmp_path, ends):
+    class Failing(Task):
+        def step(self, action):
+            if self._episode == 4:
+                raise OSError("the env broke")
+            return super().step(action)
+
     parts = Parts(tmp_path, steps=100, log_every=0.0)
-    parts.make_agent = Late
-    updates = parts.train().updates
+    parts.agent = Late()
+    parts.make_agent = lambda: parts.agent
+    if ends == "by its steps":
+        parts.train()
+    else:
+        parts.task = Failing
+        with pytest.raises(EnvError):
+            parts.train()
+    updates = parts.agent.updates
     # All are logged at the end, as the mean of 1, 2, ..., updates.
     assert parts.logger.values("train/updates") == [(updates + 1) / 2]

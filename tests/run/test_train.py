@@ -305,7 +305,9 @@ class TestErrors:
             parts.train()
         step = newest_step(tmp_path)
         assert step == int(parts.logger.step) > 40
-        assert parts.logger.closed
+        assert (parts.logger.writes, parts.logger.closed) == (1, True)
+        mean = (parts.agent.updates + 1) / 2
+        assert parts.logger.values("train/updates") == [mean], "of all updates"
         healthy = Parts(tmp_path, steps=step)
         healthy.train()
         assert healthy.agent.updates == parts.agent.updates

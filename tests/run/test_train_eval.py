@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from run_testing import LENGTH, Parts, Task, contents, newest_step
 
+from embodied.driver import EnvError
+
 
 def test_scores_of_training_and_evaluation_are_apart(tmp_path):
     parts = Parts(tmp_path, steps=40, report_every=-1.0, eval_eps=2)
@@ -105,6 +107,21 @@ def test_a_run_without_evaluation_can_go_on_with_it_and_back(tmp_path, caplog):
 def test_it_needs_environments_for_evaluation(tmp_path):
     with pytest.raises(ValueError, match="at least one environment, got none"):
         Parts(tmp_path, eval_envs=0).train_eval()
+
+
+def test_an_env_that_fails_at_its_close_loses_no_metrics(tmp_path):
+    class Failing(Task):
+        def close(self):
+            raise OSError("the env cannot be closed")
+
+    parts = Parts(tmp_path, steps=40)
+    parts.make_env_eval = Failing
+    with pytest.raises(EnvError, match="the env cannot be closed"):
+        parts.train_eval()
+    assert newest_step(tmp_path) == 40
+    assert parts.logger.writes == 1
+    assert parts.logger.steps("fps/train") == [40]
+    assert "train/updates" in parts.logger.names()
 
 
 def test_its_end_comes_within_an_evaluation_too(tmp_path):
