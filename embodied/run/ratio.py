@@ -16,18 +16,20 @@ logger = logging.getLogger("embodied.run")
 class TrainRatio:
     """Says how many batches to train after environment steps.
 
-        steps = collect()
-        for _ in range(ratio.batches(steps, len(replay))):
+        ratio.collected(collect())
+        while ratio.due(len(replay)):
           train()
+          ratio.trained(1)
 
     The first batch is due as soon as one batch of sequences is stored. From there on
     trained time steps are counted against environment steps, those before included:
 
-        0 < trained − ratio · steps ≤ batch        after each call
+        0 < trained − ratio · steps ≤ batch        whenever nothing is due
 
     so that they keep to the ratio exactly, to within one batch, however long the run
-    is. With a ratio of 0 or less there is no limit to keep to: one batch is due at
-    every call.
+    is. Batches that are due and not trained yet, as at the end by a signal, stay due.
+    With a ratio of 0 or less there is no limit to keep to: one batch is due after
+    environment steps, however many.
 
     Args:
       ratio: trained time steps per environment step.
@@ -48,25 +50,34 @@ class TrainRatio:
         self._batch = batch_size * batch_length
         self._steps = 0  # Of environments.
         self._trained = 0  # Time steps.
+        self._fresh = False  # Whether there were steps since the last batch.
 
-    def batches(self, steps: int, stored: int) -> int:
-        """Counts steps and returns how many batches to train now, which it counts too.
+    def collected(self, steps: int) -> None:
+        """Counts environment steps."""
+        self._steps += steps
+        self._fresh = True
+
+    def trained(self, batches: int) -> None:
+        """Counts batches that were trained on."""
+        self._fresh = False
+        if self._ratio > 0:
+            self._trained += batches * self._batch
+
+    def due(self, stored: int) -> int:
+        """Returns how many batches to train now.
 
         Args:
-          steps: environment steps since the last call.
           stored: sequences that can be sampled. While they are fewer than a batch,
             nothing is due.
         """
-        self._steps += steps
-        if stored < self._batch_size:
+        # Counts that begin anew have nothing to make up for before there are steps.
+        if stored < self._batch_size or not self._steps:
             return 0
         if self._ratio <= 0:
-            return 1
+            return int(self._fresh)
         # One batch is due while trained ≤ ratio · steps, so the first one at once.
         behind = self._ratio * self._steps - self._trained
-        due = max(0, math.floor(behind / self._batch) + 1)
-        self._trained += due * self._batch
-        return due
+        return max(0, math.floor(behind / self._batch) + 1)
 
     def save(self) -> Tree:
         """Returns the counts."""

@@ -63,7 +63,7 @@ class RunCheckpoint:
 
     Args:
       args: `logdir`, `keep` and where to start from; see `restore`.
-      counter: the step, which only grows while anything else changes.
+      counter: the step. Changes between two steps are told by `changed`.
       agent: has the state that `from_checkpoint` replaces.
       parts: what else there is, by name. That of a replay is its folder's name.
     """
@@ -87,7 +87,8 @@ class RunCheckpoint:
             LOGGER: StepCount(counter),
             **parts,
         }
-        self._saved: int | None = None  # Step of the last save.
+        # Step of the last save; None if there is something new since.
+        self._saved: int | None = None
 
     def restore(self) -> None:
         """Continues the run of the logdir, or starts one and saves that.
@@ -131,6 +132,10 @@ class RunCheckpoint:
                 f"The end of the run, at step {int(self._counter)}, could not be saved "
                 f"to {self._root}. The warning above says why."
             )
+
+    def changed(self) -> None:
+        """Says that there is something to save although no step was counted."""
+        self._saved = None
 
     def save(self) -> bool:
         """Saves unless nothing has changed; returns whether all is saved.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from embodied.run.usage import Usage
 
 TRAIN_REPLAY = "replay"  # Names of folders, parts of checkpoints, and metrics.
 EVAL_REPLAY = "replay_eval"
+# After which updates that are still due wait for logs, reports and saves.
+TURN_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,21 +49,38 @@ class Session:
     usage: Usage
 
     def over(self) -> bool:
-        """Whether `steps` or `duration` is reached, or a signal has come."""
-        return self.limit.reached()
+        """Whether `steps` are trained on, or the duration or a signal has ended it."""
+        if self.limit.interrupted():
+            return True
+        return self.limit.reached() and not self.behind()
 
-    def collect(self) -> int:
-        """Steps every training environment once; returns the number of steps."""
+    def behind(self) -> bool:
+        """Whether updates are due, which come before further environment steps."""
+        return self._due() > 0
+
+    def collect(self) -> None:
+        """Steps every training environment once."""
         with self.meter.section("collect"):
             steps = self.collector.collect()
         self.meter.count("policy", steps)
-        return steps
+        self.ratio.collected(steps)
 
-    def train(self, steps: int) -> None:
-        """Makes the updates that are due after environment steps."""
-        updates = self.ratio.batches(steps, len(self.replays[TRAIN_REPLAY]))
+    def train(self) -> None:
+        """Makes the updates that are due, as far as a turn of the loop has time.
+
+        The first batch comes with those for all steps before it, which may take
+        minutes. A signal or the duration ends them; what is not made stays due.
+        """
+        due = self._due()
+        if not due or self.limit.interrupted():
+            return
+        end = time.monotonic() + TURN_SECONDS
         with self.meter.section("train"):
-            self.trainer.train(updates)
+            updates = self.trainer.train(
+                due, lambda: self.limit.interrupted() or time.monotonic() >= end
+            )
+        self.ratio.trained(updates)
+        self.checkpoint.changed()
         batch = self.args.batch_size * self.args.batch_length
         self.meter.count("train", updates * batch)
 
@@ -114,6 +134,9 @@ class Session:
             episodes=collector.episodes,
             mean_score=sum(scores) / len(scores) if scores else None,
         )
+
+    def _due(self) -> int:
+        return self.ratio.due(len(self.replays[TRAIN_REPLAY]))
 
 
 @contextlib.contextmanager

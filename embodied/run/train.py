@@ -46,8 +46,9 @@ def train(
         make_agent, replays, make_env, make_stream, make_logger, args
     ) as session:
         while not session.over():
-            steps = session.collect()
-            session.train(steps)
+            if not session.behind():
+                session.collect()
+            session.train()
             if should_report():
                 session.report(TRAIN_REPLAY, "report")
             if should_log():

@@ -60,8 +60,9 @@ def train_eval(
             session.replays[EVAL_REPLAY],
         ) as evaluator:
             while not session.over():
-                steps = session.collect()
-                session.train(steps)
+                if not session.behind():
+                    session.collect()
+                session.train()
                 if should_report():
                     session.evaluate(evaluator)
                     session.report(TRAIN_REPLAY, "report")

@@ -106,24 +106,28 @@ class Trainer:
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
-    def train(self, updates: int) -> None:
-        """Makes some updates."""
-        if not updates:
-            return
+    def train(self, updates: int, pause: Callable[[], bool]) -> int:
+        """Makes updates; returns how many.
+
+        Args:
+          updates: to make, unless there is a pause before.
+          pause: asked between two updates, whether to leave the rest for another call.
+        """
         if self._batches is None:
             self._carry = self._agent.init_train(self._args.batch_size)
             self._batches = self._open.enter_context(
                 self._stream(self._replay, "train")
             )
         feed, batches = self._batches
-        feed.fetch()
-        for left in reversed(range(updates)):
+        made = 0
+        while made < updates and not (made and pause()):
+            feed.fetch()
             results = self._agent.train(self._carry, next(batches))
             self._carry, outputs, metrics = results
             self._add(outputs, metrics)
             self.updates += 1
-            if left:
-                feed.fetch()
+            made += 1
+        return made
 
     def finish(self) -> None:
         """Takes the results of the last update, where an agent returns them later."""

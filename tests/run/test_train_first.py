@@ -1,0 +1,91 @@
+"""The many updates that are due with the first batch: they can be ended, and seen."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from run_testing import NotingAgent, Parts, newest_step
+
+from embodied.run import session
+
+# After 16 steps there is a batch of 4 sequences of 6, and 667 updates are due.
+MANY = {"steps": 16, "envs": 2, "train_ratio": 1000.0}
+
+
+def finish(logdir):
+    """Resumes the run; returns the agent, which has done what was due."""
+    parts = Parts(logdir, **MANY)
+    parts.train()
+    assert parts.agent.policies == [], "there were enough steps"
+    assert 0 < parts.agent.updates * 4 * 6 - 1000 * 16 <= 4 * 6
+    return parts.agent
+
+
+def test_a_signal_ends_them_and_the_others_are_made_later(tmp_path):
+    class Stopping(NotingAgent):
+        def train(self, carry, batch):
+            if self.updates == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().train(carry, batch)
+
+    parts = Parts(tmp_path, **MANY)
+    parts.make_agent = Stopping
+    result = parts.train()
+    assert (result.updates, result.step, newest_step(tmp_path)) == (3, 16, 16)
+    assert parts.replay.stats()["total_train_samples"] == 3 * 4, "none in vain"
+    agent = finish(tmp_path)
+    assert len(agent.trained) == agent.updates - 3
+
+
+def test_a_signal_before_them_is_no_time_for_one_more(tmp_path):
+    class Stopping(NotingAgent):
+        def policy(self, carry, obs, mode="train"):
+            if len(self.policies) == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().policy(carry, obs, mode)
+
+    parts = Parts(tmp_path, **MANY)
+    parts.make_agent = Stopping
+    result = parts.train()
+    assert (result.updates, result.step) == (0, 16)
+    finish(tmp_path)
+
+
+def test_the_duration_ends_them(tmp_path):
+    parts = Parts(tmp_path, steps=1e10, train_ratio=1e10, duration=1.0)
+    result = parts.train()
+    assert 1.0 <= result.seconds < 20
+    assert result.updates > 0
+    assert result.step == newest_step(tmp_path) == 16
+
+
+def test_metrics_and_checkpoints_come_in_between(tmp_path, monkeypatch):
+    class Failing(NotingAgent):
+        def train(self, carry, batch):
+            if self.updates == 5:
+                raise FloatingPointError("not a number")
+            return super().train(carry, batch)
+
+    parts = Parts(tmp_path, log_every=-1.0, save_every=-1.0, **MANY)
+    parts.make_agent = Failing
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "TURN_SECONDS", 0.0)
+        with pytest.raises(FloatingPointError):
+            parts.train()
+    assert parts.logger.values("train/updates") == [1, 2, 3, 4, 5]
+    assert set(parts.logger.steps("train/updates")) == {16}
+    assert newest_step(tmp_path) == 16
+    agent = finish(tmp_path)
+    assert len(agent.trained) == agent.updates - 5, "the last one was saved"
+
+
+def test_pauses_change_nothing(tmp_path, monkeypatch):
+    agents = []
+    for seconds in (60.0, 0.0):
+        monkeypatch.setattr(session, "TURN_SECONDS", seconds)
+        parts = Parts(tmp_path / str(seconds), steps=40, train_ratio=100.0)
+        parts.train()
+        agents.append(parts.agent)
+    for one, other in zip(*(agent.trained for agent in agents), strict=True):
+        assert np.array_equal(one["where"], other["where"])
