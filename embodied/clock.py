@@ -52,6 +52,15 @@ class LocalClock:
         self._start = now
         return True
 
+    def due(self) -> bool:
+        """Returns whether a call would start an interval, without doing so.
+
+        Clocks without a number of seconds have none, and are never due.
+        """
+        if self._every <= 0:
+            return False
+        return self._start is None or self._time() - self._start >= self._every
+
 
 class GlobalClock:
     """A clock whose every call gives all replicas of a run the same answer.

@@ -53,6 +53,20 @@ def test_an_interval_begins_when_the_last_one_was_noticed():
     assert clock()
 
 
+def test_a_clock_is_due_until_it_is_called():
+    now = Time()
+    clock = LocalClock(10, time=now)
+    assert clock.due() and clock.due(), "to be started"
+    clock()
+    now.now += 9
+    assert not clock.due()
+    now.now += 1
+    assert clock.due() and clock.due()
+    assert clock() and not clock.due()
+    assert not LocalClock(0).due()
+    assert not LocalClock(-1).due()
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_zero_is_never(first):
     now = Time()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from embodied.base import Agent
 from embodied.checkpoint import CheckpointError
+from embodied.clock import LocalClock
 from embodied.episodes import Episodes
 from embodied.replay import Replay
 from embodied.run.collecting import Collector, MakeEnv
@@ -24,8 +24,6 @@ from embodied.run.usage import Usage
 
 TRAIN_REPLAY = "replay"  # Names of folders, parts of checkpoints, and metrics.
 EVAL_REPLAY = "replay_eval"
-# After which updates that are still due wait for logs, reports and saves.
-TURN_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,22 +63,25 @@ class Session:
         self.meter.count("policy", steps)
         self.ratio.collected(steps)
 
-    def train(self) -> None:
-        """Makes the updates that are due, as far as a turn of the loop has time.
+    def train(self, *clocks: LocalClock) -> None:
+        """Makes the updates that are due, as far as there is nothing else to do.
 
         The first batch comes with those for all steps before it, which may take
         minutes. A signal or the duration ends them; what is not made stays due.
+
+        Args:
+          clocks: once one of them is due, further updates wait for the next call.
         """
-        due = self._due()
-        if not due or self.limit.interrupted():
-            return
-        end = time.monotonic() + TURN_SECONDS
+
+        def pause() -> bool:
+            return self.limit.interrupted() or any(clock.due() for clock in clocks)
+
+        due = 0 if self.limit.interrupted() else self._due()
         with self.meter.section("train"):
-            updates = self.trainer.train(
-                due, lambda: self.limit.interrupted() or time.monotonic() >= end
-            )
-        self.ratio.trained(updates)
-        self.checkpoint.changed()
+            updates = self.trainer.train(due, pause)
+        if updates:
+            self.ratio.trained(updates)
+            self.checkpoint.changed()
         batch = self.args.batch_size * self.args.batch_length
         self.meter.count("train", updates * batch)
 

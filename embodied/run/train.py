@@ -48,7 +48,7 @@ def train(
         while not session.over():
             if not session.behind():
                 session.collect()
-            session.train()
+            session.train(should_report, should_log, should_save)
             if should_report():
                 session.report(TRAIN_REPLAY, "report")
             if should_log():

@@ -62,7 +62,7 @@ def train_eval(
             while not session.over():
                 if not session.behind():
                     session.collect()
-                session.train()
+                session.train(should_report, should_log, should_save)
                 if should_report():
                     session.evaluate(evaluator)
                     session.report(TRAIN_REPLAY, "report")

@@ -113,6 +113,8 @@ class Trainer:
           updates: to make, unless there is a pause before.
           pause: asked between two updates, whether to leave the rest for another call.
         """
+        if not updates:
+            return 0
         if self._batches is None:
             self._carry = self._agent.init_train(self._args.batch_size)
             self._batches = self._open.enter_context(

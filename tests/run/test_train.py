@@ -218,6 +218,12 @@ class TestLogging:
         }
         assert not [name for name in parts.logger.names() if "eval" in name]
 
+    def test_rates_are_zero_and_not_missing_before_the_first_update(self, tmp_path):
+        parts = Parts(tmp_path, steps=4, log_every=-1.0)
+        assert parts.train().updates == 0
+        assert parts.logger.values("fps/train") == [0, 0]
+        assert len(parts.logger.values("timer/train")) == 2
+
     def test_usage_can_be_left_out(self, tmp_path):
         parts = Parts(tmp_path, steps=20, usage={"psutil": False})
         parts.train()

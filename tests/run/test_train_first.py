@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 from run_testing import NotingAgent, Parts, newest_step
 
-from embodied.run import session
-
 # After 16 steps there is a batch of 4 sequences of 6, and 667 updates are due.
 MANY = {"steps": 16, "envs": 2, "train_ratio": 1000.0}
+ALWAYS = 1e-9  # An interval that has passed whenever somebody looks.
 
 
 def finish(logdir):
     """Resumes the run; returns the agent, which has done what was due."""
-    parts = Parts(logdir, **MANY)
+    parts = Parts(logdir, log_every=ALWAYS, **MANY)
     parts.train()
     assert parts.agent.policies == [], "there were enough steps"
     assert 0 < parts.agent.updates * 4 * 6 - 1000 * 16 <= 4 * 6
+    writes = len(parts.agent.trained) - 1
+    assert parts.logger.writes == writes, "the first update starts the clock"
     return parts.agent
 
 
@@ -60,19 +61,17 @@ def test_the_duration_ends_them(tmp_path):
     assert result.step == newest_step(tmp_path) == 16
 
 
-def test_metrics_and_checkpoints_come_in_between(tmp_path, monkeypatch):
+def test_metrics_and_checkpoints_come_in_between(tmp_path):
     class Failing(NotingAgent):
         def train(self, carry, batch):
             if self.updates == 5:
                 raise FloatingPointError("not a number")
             return super().train(carry, batch)
 
-    parts = Parts(tmp_path, log_every=-1.0, save_every=-1.0, **MANY)
+    parts = Parts(tmp_path, log_every=ALWAYS, save_every=ALWAYS, **MANY)
     parts.make_agent = Failing
-    with monkeypatch.context() as patch:
-        patch.setattr(session, "TURN_SECONDS", 0.0)
-        with pytest.raises(FloatingPointError):
-            parts.train()
+    with pytest.raises(FloatingPointError):
+        parts.train()
     assert parts.logger.values("train/updates") == [1, 2, 3, 4, 5]
     assert set(parts.logger.steps("train/updates")) == {16}
     assert newest_step(tmp_path) == 16
@@ -80,11 +79,12 @@ def test_metrics_and_checkpoints_come_in_between(tmp_path, monkeypatch):
     assert len(agent.trained) == agent.updates - 5, "the last one was saved"
 
 
-def test_pauses_change_nothing(tmp_path, monkeypatch):
+def test_pauses_change_nothing(tmp_path):
     agents = []
-    for seconds in (60.0, 0.0):
-        monkeypatch.setattr(session, "TURN_SECONDS", seconds)
-        parts = Parts(tmp_path / str(seconds), steps=40, train_ratio=100.0)
+    for every in (0.0, ALWAYS):
+        parts = Parts(
+            tmp_path / str(every), steps=40, train_ratio=100.0, log_every=every
+        )
         parts.train()
         agents.append(parts.agent)
     for one, other in zip(*(agent.trained for agent in agents), strict=True):
