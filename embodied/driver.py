@@ -9,14 +9,15 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
 import numpy as np
 
 from embodied.base import Array, Env, Spaces, Tree
-from embodied.rpc.workers import Process, stop
+from embodied.rpc.child import TERMINATED
+from embodied.rpc.workers import Process, WorkerError, stop
 from embodied.space import Space
 
 CLOSE_SECONDS = 10.0  # For all environments together to close by themselves.
@@ -33,18 +34,56 @@ class EnvError(RuntimeError):
     Attributes:
       index: the environment's position in the list given to the driver.
       reason: what happened to it, a phrase that continues its name.
-      traceback: where it happened, as text; empty if it could not tell.
+      traceback: where it happened, as text; empty if it could not tell, or if it has
+        a cause.
+      kind: name of its exception's type, without the module; empty without one.
     """
 
-    def __init__(self, index: int, reason: str, traceback: str = ""):
-        super().__init__(index, reason, traceback)
+    def __init__(self, index: int, reason: str, traceback: str = "", kind: str = ""):
+        super().__init__(index, reason, traceback, kind)
         self.index = index
         self.reason = reason
         self.traceback = traceback
+        self.kind = kind
 
     def __str__(self) -> str:
         text = f"Env {self.index} {self.reason}"
         return f"{text}\n\n{self.traceback.rstrip()}" if self.traceback else text
+
+
+class EnvExit(RuntimeError):
+    """An environment wanted to end the process that it runs in."""
+
+
+@contextlib.contextmanager
+def no_exit() -> Iterator[None]:
+    """Makes `sys.exit` of an environment an error, since nothing else would be said.
+
+    Raises:
+      EnvExit: it was called, and not by the handler of SIGTERM.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if error.code == TERMINATED:
+            raise
+        exit = EnvExit(f"it called sys.exit({error.code!r}). Raise an error instead.")
+        # With the place of that call as its own.
+        raise exit.with_traceback(error.__traceback__) from None
+
+
+@contextlib.contextmanager
+def env_errors(index: int, *passed: type[Exception]) -> Iterator[None]:
+    """Makes what environment `index` raises here an EnvError, except for `passed`."""
+    try:
+        with no_exit():
+            yield
+    except passed:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        reason = f"failed with {kind}: {error}"
+        raise EnvError(index, reason, kind=kind) from error
 
 
 class Driver:
@@ -296,11 +335,8 @@ class _LocalEnv:
         self._guard(self._env.close)
 
     def _guard(self, function: Callable[..., Any], *args: Any) -> Any:
-        try:
+        with env_errors(self._index):
             return function(*args)
-        except Exception as error:
-            kind = type(error).__name__
-            raise EnvError(self._index, f"failed with {kind}: {error}") from error
 
 
 class _ProcessEnv:
@@ -366,7 +402,7 @@ class _ProcessEnv:
         """Frees the connection; raises if the process had failed."""
         self._connection.close()
         if error := self.process.error:
-            raise EnvError(self._index, error.reason, error.traceback)
+            raise _env_error(self._index, error)
 
     def _diagnose(self, error: Exception) -> EnvError:
         if isinstance(error, BlockingIOError):
@@ -378,7 +414,7 @@ class _ProcessEnv:
         # The connection has closed, which comes shortly before the process's end.
         self.process.join(DEATH_SECONDS)
         if cause := self.process.error:
-            return EnvError(self._index, cause.reason, cause.traceback)
+            return _env_error(self._index, cause)
         return EnvError(
             self._index,
             f"closed its connection ({error!r}) without an error; exit code of its "
@@ -386,12 +422,16 @@ class _ProcessEnv:
         )
 
 
+def _env_error(index: int, error: WorkerError) -> EnvError:
+    return EnvError(index, error.reason, error.traceback, error.kind)
+
+
 def _serve(make_env: MakeEnv, fd: int) -> None:
     """Runs in the child: makes the environment and steps it as the parent asks.
 
     Errors end the process, which reports them to the parent.
     """
-    with Connection(fd) as connection:
+    with Connection(fd) as connection, no_exit():
         env = make_env()
         try:
             connection.send(_spaces(env))

@@ -18,6 +18,7 @@ class RemoteError(RuntimeError):
     Attributes:
       kind: 'exception' if the method raised, 'bad' if the request was refused.
       type: name of the exception's type on the server.
+      message: the text alone, without the traceback.
       traceback: its text there.
     """
 
@@ -25,13 +26,13 @@ class RemoteError(RuntimeError):
         super().__init__(message)
         self.kind = kind
         self.type = type
+        self.message = message
         self.traceback = traceback
 
     def __str__(self) -> str:
-        message = super().__str__()
         if self.traceback:
-            return f"{message}\n\nOn the server:\n{self.traceback}"
-        return message
+            return f"{self.message}\n\nOn the server:\n{self.traceback}"
+        return self.message
 
 
 class Call(Future):

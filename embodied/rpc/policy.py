@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from embodied.rpc.thread import WorkerError
 
@@ -22,6 +23,8 @@ class Policy:
         for never.
       startup: what a worker gets on top of `hang` for its first report.
       restart_on_success: whether a worker that ends well is restarted as well.
+      limits: like `restarts`, for failures that tend to come again: by the name of the
+        exception's type, each counted by itself.
     """
 
     restarts: int
@@ -32,9 +35,11 @@ class Policy:
     hang: float = 0.0
     startup: float = 60.0
     restart_on_success: bool = False
+    limits: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        numbers = {key: value for key, value in vars(self).items() if key != "limits"}
+        for name, value in (*numbers.items(), *self.limits.items()):
             if not value >= 0:
                 raise ValueError(f"Policy expected {name} of at least 0, got {value}.")
 
@@ -51,9 +56,16 @@ class RunFailed(WorkerError):
       role: the worker's role.
     """
 
-    def __init__(self, name: str, reason: str, traceback: str = "", role: str = ""):
-        super().__init__(name, reason, traceback)
-        self.args = (name, reason, traceback, role)
+    def __init__(
+        self,
+        name: str,
+        reason: str,
+        traceback: str = "",
+        role: str = "",
+        kind: str = "",
+    ):
+        super().__init__(name, reason, traceback, kind)
+        self.args = (name, reason, traceback, role, kind)
         self.role = role
 
 

@@ -38,7 +38,7 @@ class _Slot:
     ended: bool = False
     error: WorkerError | None = None
     verdict: WorkerError | None = None  # Why it was killed; its end is still to come.
-    failures: deque[float] = field(default_factory=deque)
+    failures: deque[tuple[float, str]] = field(default_factory=deque)  # When, kind.
     in_a_row: int = 0  # Restarts without a steady run in between.
 
     @property
@@ -302,13 +302,11 @@ class Supervisor:
                 slot.ended = True
                 return
             if error is not None:
-                slot.failures.append(now)
-                while slot.failures[0] < now - policy.window:
+                slot.failures.append((now, error.kind))
+                while slot.failures[0][0] < now - policy.window:
                     slot.failures.popleft()
-                if len(slot.failures) > policy.restarts:
+                if counts := _too_many(slot, error.kind):
                     slot.ended = True
-                    counts = f"{len(slot.failures)} failures in {policy.window:g} s"
-                    counts += f", {policy.restarts} restarts allowed"
                     raise _failed(slot, counts, error) from error.__cause__
             if now - slot.started >= policy.steady:
                 slot.in_a_row = 0
@@ -391,9 +389,22 @@ def _hang_reason(slot: _Slot, now: float) -> str:
     return f"has reported no progress for {now - seen:.1f} s."
 
 
+def _too_many(slot: _Slot, kind: str) -> str:
+    """Says which limit the failures exceed, of which the last is a `kind`, if any."""
+    policy = slot.policy
+    alike = sum(kind == other for _, other in slot.failures)
+    limits = [(len(slot.failures), "failures", policy.restarts)]
+    if kind in policy.limits:
+        limits.append((alike, f"times {kind}", policy.limits[kind]))
+    for count, what, limit in limits:
+        if count > limit:
+            return f"{count} {what} in {policy.window:g} s, {limit} restarts allowed"
+    return ""
+
+
 def _failed(slot: _Slot, why: str, error: WorkerError) -> RunFailed:
     reason = f"of role '{slot.role}' failed for good ({why}): it {error.reason}"
-    return RunFailed(slot.name, reason, error.traceback, slot.role)
+    return RunFailed(slot.name, reason, error.traceback, slot.role, error.kind)
 
 
 def _status(slot: _Slot) -> Status:

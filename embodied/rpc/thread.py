@@ -19,13 +19,15 @@ class WorkerError(RuntimeError):
       name: the worker's name.
       reason: what happened to it, a phrase that continues its name.
       traceback: where it happened, as text; empty if the worker could not tell.
+      kind: name of its exception's type, without the module; empty without one.
     """
 
-    def __init__(self, name: str, reason: str, traceback: str = ""):
-        super().__init__(name, reason, traceback)
+    def __init__(self, name: str, reason: str, traceback: str = "", kind: str = ""):
+        super().__init__(name, reason, traceback, kind)
         self.name = name
         self.reason = reason
         self.traceback = traceback
+        self.kind = kind
 
     def __str__(self) -> str:
         text = f"Worker '{self.name}' {self.reason}"
@@ -177,7 +179,8 @@ def _name_of(function: Callable[..., Any]) -> str:
 def error_from(name: str, outcome: Mapping[str, str]) -> WorkerError:
     """Returns the error for an exception that `child.describe` has described."""
     reason = f"failed with {outcome['type']}: {outcome['message']}"
-    return WorkerError(name, reason, outcome["traceback"])
+    kind = outcome["type"].rpartition(".")[2]
+    return WorkerError(name, reason, outcome["traceback"], kind)
 
 
 def exit_reason(code: object) -> str:

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from embodied.base import Array, Env, Spaces
+from embodied.errors import TaskError
 from embodied.space import Space
 
 Step = dict[str, Array]
 
 
-class SpaceError(ValueError):
+class SpaceError(TaskError, ValueError):
     """A value or a space of an environment is not what was declared, or not usable."""
 
     @classmethod

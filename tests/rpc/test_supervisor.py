@@ -441,6 +441,17 @@ class TestRestarts:
         assert [status.state for status in supervisor.status()] == ["ended", "ended"]
         assert not any(is_ours(thread) for thread in threading.enumerate())
 
+    def test_some_kinds_of_failures_have_limits_of_their_own(self):
+        errors = [KeyError("a"), OSError("b"), KeyError("c"), KeyError("d")]
+        made = iter(errors)
+        policy = Policy(restarts=10, backoff=0.01, limits={"KeyError": 2})
+        supervisor = Supervisor()
+        supervisor.add("env", "env", lambda: Thread(fail_with(next(made))), policy)
+        with pytest.raises(RunFailed, match=r"3 times KeyError.*2 restarts") as info:
+            supervisor.run()
+        assert info.value.kind == "KeyError" and not list(made)
+        assert pickle.loads(pickle.dumps(info.value)).kind == "KeyError"
+
     def test_old_failures_do_not_count(self):
         count = itertools.count()
         policy = Policy(restarts=1, backoff=0.2, backoff_limit=0.2, window=0.15)
