@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from embodied.base import Array, Env, Spaces
-from embodied.envs.keys import SIGNALS, UnsupportedSpace, check_keys
+from embodied.envs.keys import SIGNALS, UnsupportedSpace, UnusableEnv, check_keys
 from embodied.envs.registry import MissingExtra, UnknownTask
 from embodied.space import Space
 
@@ -22,6 +22,11 @@ _PROVIDERS = (
     ("MiniGrid-", "minigrid", "minigrid"),
     ("BabyAI-", "minigrid", "minigrid"),
 )
+
+
+# What these methods return.
+_RESET = ("observation", "info")
+_STEP = ("observation", "reward", "terminated", "truncated", "info")
 
 
 class FromGym(Env):
@@ -63,6 +68,14 @@ class FromGym(Env):
                 "id, got an environment that is made already."
             )
         self.gym_env = env
+        for key in ("observation_space", "action_space"):
+            space = getattr(env, key, None)
+            if not isinstance(space, spaces.Space):
+                raise UnusableEnv(
+                    f"Env {self.name}: expected {key} to be a gymnasium.Space, got "
+                    f"{'nothing' if space is None else repr(space)}. Set it in the "
+                    "class or in __init__."
+                )
         self._seed: int | None = seed
         self._info_keys = tuple(info_keys)
         self._done = True
@@ -105,13 +118,15 @@ class FromGym(Env):
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
         """Steps, or resets."""
         if self._done or action["reset"]:
-            obs, info = self.gym_env.reset(seed=self._seed)
+            obs, info = self._check(_RESET, self.gym_env.reset(seed=self._seed))
             self._seed = None
             self._done = False
             return self._observe(obs, info, is_first=True)
         values = (leaf.decode(action[leaf.key]) for leaf in self._act_leaves)
         nested = _unflatten(self.gym_env.action_space, values)
-        obs, reward, terminated, truncated, info = self.gym_env.step(nested)
+        obs, reward, terminated, truncated, info = self._check(
+            _STEP, self.gym_env.step(nested)
+        )
         self._done = bool(terminated or truncated)
         return self._observe(obs, info, reward, is_terminal=bool(terminated))
 
@@ -120,6 +135,20 @@ class FromGym(Env):
         if not self._closed:
             self._closed = True
             self.gym_env.close()
+
+    def _check(self, names: tuple[str, ...], result: Any) -> Any:
+        if isinstance(result, tuple) and len(result) == len(names):
+            return result
+        method = "step" if names == _STEP else "reset"
+        got, hint = type(result).__name__, ""
+        if isinstance(result, tuple):
+            got = f"{len(result)} values"
+        if method == "step" and got == "4 values":
+            hint = " The older API had one flag `done` in place of the two."
+        raise UnusableEnv(
+            f"Env {self.name}: expected {method} to return a tuple of {len(names)} "
+            f"values ({', '.join(names)}), as Gymnasium's API has it, got {got}.{hint}"
+        )
 
     def _observe(
         self,
@@ -169,7 +198,7 @@ class _Leaf:
             try:
                 element = element[part]
             except (KeyError, IndexError, TypeError) as error:
-                raise KeyError(
+                raise UnusableEnv(
                     f"Expected {self.gym_space} at {self.key!r} of an observation, as "
                     f"its space declares, got no {part!r} in {element!r}."
                 ) from error
@@ -310,5 +339,13 @@ def _make(task: str, kwargs: dict[str, Any]) -> gymnasium.Env:
         ) from error
     except gymnasium.error.DependencyNotInstalled as error:
         if "mujoco" not in str(error).lower():
-            raise
+            raise MissingExtra(f"Task 'gym_{task}': {error}") from error
         raise MissingExtra.named(f"gym_{task}", "mujoco", "mujoco") from error
+    except ImportError as error:
+        name, _, version = task.rpartition("-v")
+        newest = f"{name}-v5"
+        if version not in ("2", "3") or newest not in gymnasium.registry:
+            raise
+        raise UnknownTask(
+            f"Expected an id that Gymnasium still has, got {task!r}. Use gym_{newest}."
+        ) from error

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from embodied.errors import TaskError
 from embodied.space import Space
 
 # What every environment tells about its episodes, beside its own observations.
@@ -23,7 +24,11 @@ RESERVED = (
 RESERVED_PREFIXES = ("log/", "dyn/")
 
 
-class UnsupportedSpace(TypeError):
+class UnusableEnv(TaskError, TypeError):
+    """What a task names is no environment, or none with an interface that we know."""
+
+
+class UnsupportedSpace(TaskError, TypeError):
     """A foreign space does not fit arrays of fixed shape under keys of their own."""
 
 

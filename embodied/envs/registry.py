@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -13,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from embodied.base import Env
+from embodied.envs.keys import UnusableEnv
 from embodied.envs.suites import SUITES, Suite
+from embodied.errors import TaskError
 
 PACKAGE = "dreamerv3-parallel"
 PACKAGE_MODULE = __name__.split(".")[0]
 
 
-class UnknownTask(ValueError):
+class UnknownTask(TaskError, ValueError):
     """No suite, or no task of a suite, has this name."""
 
     @classmethod
@@ -33,7 +36,7 @@ class UnknownTask(ValueError):
         )
 
 
-class MissingExtra(ImportError):
+class MissingExtra(TaskError, ImportError):
     """A package that a task needs is not installed."""
 
     @classmethod
@@ -149,8 +152,12 @@ def _make_own(
     task: str, module_name: str, name: str, seed: int, kwargs: dict[str, Any]
 ) -> Env:
     factory = find_factory(task, module_name, name)
-    if _takes(factory, "seed"):
-        kwargs = {**kwargs, "seed": seed}
+    # Some that are written in C have no signature.
+    with contextlib.suppress(ValueError):
+        signature = inspect.signature(factory)
+        if "seed" in signature.parameters:
+            kwargs = {**kwargs, "seed": seed}
+        _check_call(task, signature, kwargs)
     env = factory(**kwargs)
     if all(hasattr(env, key) for key in ("obs_space", "act_space", "step")):
         return env
@@ -160,7 +167,7 @@ def _make_own(
     from_dm = importlib.import_module("embodied.envs.from_dm")
     if from_dm.is_dm_env(env):
         return from_dm.FromDM(env)
-    raise TypeError(
+    raise UnusableEnv(
         f"Expected {task} to return an embodied.Env (obs_space, act_space, step), a "
         f"gymnasium.Env or a dm_env.Environment, got {type(env).__name__}. Return one "
         "of these."
@@ -174,6 +181,14 @@ def _is_dm_task(module_name: str) -> bool:
     return importlib.util.find_spec(module_name.partition(".")[0]) is None
 
 
-def _takes(function: Callable[..., Any], parameter: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return parameter in parameters
+def _check_call(
+    task: str, signature: inspect.Signature, kwargs: dict[str, Any]
+) -> None:
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise UnusableEnv(
+            f"Expected {task} to be called with {', '.join(kwargs) or 'no arguments'}, "
+            f"but it takes {signature}: {error}. Give its parameters defaults, or name "
+            "a function that returns the environment."
+        ) from None
