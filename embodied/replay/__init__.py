@@ -12,5 +12,6 @@ streams and sequences, `chunk` the memory, `fields` and `latents` what a step ho
 
 from embodied.replay import limiters, selectors
 from embodied.replay.buffer import Replay
+from embodied.replay.settings import ReplayMemoryError
 
-__all__ = ["Replay", "limiters", "selectors"]
+__all__ = ["Replay", "ReplayMemoryError", "limiters", "selectors"]

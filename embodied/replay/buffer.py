@@ -139,8 +139,8 @@ class Replay:
         """Appends steps [B, ...] to the streams of workers [B].
 
         Raises:
-          ValueError: they differ from the first step in keys, dtypes or shapes, or
-            there is too little memory. Nothing has changed then.
+          ValueError: they differ from the first step in keys, dtypes or shapes, or,
+            a ReplayMemoryError, there is too little memory. Nothing has changed then.
         """
         numbers = as_workers(workers)
         if not numbers:

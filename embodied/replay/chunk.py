@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from embodied.replay.fields import STEPID_BYTES, Schema
+from embodied.replay.settings import ReplayMemoryError
 
 ID_BYTES = 16
 # Copies are faster in large pages. For keys of a few bytes these would waste too much.
@@ -226,7 +227,7 @@ def lazy_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     try:
         memory = mmap.mmap(-1, _OFFSET + nbytes, flags=private)
     except OSError as error:
-        raise MemoryError(
+        raise ReplayMemoryError(
             f"The system refused {nbytes / 1e9:.1f} GB for replay: {error}. Lower the "
             "capacity or the bytes of the replay buffer."
         ) from error

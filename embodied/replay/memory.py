@@ -8,7 +8,7 @@ import logging
 import psutil
 
 from embodied.replay import cgroups
-from embodied.replay.settings import Settings
+from embodied.replay.settings import ReplayMemoryError, Settings
 from embodied.replay.slots import MAX_SLOT
 
 logger = logging.getLogger("embodied.replay")
@@ -39,8 +39,8 @@ def make_plan(settings: Settings, step_bytes: int) -> Plan:
     """Decides how large a buffer becomes, once the bytes of a step are known.
 
     Raises:
-      ValueError: an explicit limit does not hold the capacity, or no limit holds one
-        sequence.
+      ReplayMemoryError: an explicit limit does not hold the capacity, or no limit
+        holds one sequence.
     """
     name, length, limit = settings.name, settings.length, settings.bytes
     step_bytes += INDEX_BYTES
@@ -53,7 +53,7 @@ def make_plan(settings: Settings, step_bytes: int) -> Plan:
             f"{capacity * step_bytes / 1e9:.3g} GB, but "
         )
         if limit != "auto":
-            raise ValueError(
+            raise ReplayMemoryError(
                 f"{problem}bytes={limit:.4g} holds {fits} steps. Lower the capacity "
                 "to that, raise bytes, or use bytes='auto'."
             )
@@ -75,7 +75,7 @@ def make_plan(settings: Settings, step_bytes: int) -> Plan:
     if capacity is not None:
         chunks = min(chunks, 2 * -(-(capacity + length) // size) + _SPARE_CHUNKS)
     if chunks < chunks_per_worker(length, size) + 1:
-        raise ValueError(
+        raise ReplayMemoryError(
             f"Replay '{name}' may use {nbytes / 1e9:.3g} GB, which holds {fits} steps "
             f"of {step_bytes} bytes. One sequence of {length} in chunks of {size} "
             f"needs {(chunks_per_worker(length, size) + 1) * size}. Raise bytes, or "

@@ -7,6 +7,10 @@ import operator
 from typing import Literal
 
 
+class ReplayMemoryError(MemoryError, ValueError):
+    """What a buffer is to hold does not fit into the memory that it may use."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What `Replay` is told; see there.

@@ -17,7 +17,8 @@ import numpy as np
 from embodied.base import Agent, Array
 from embodied.clock import LocalClock
 from embodied.envs.keys import SIGNALS
-from embodied.rpc import Disconnected, Unanswered
+from embodied.replay import ReplayMemoryError
+from embodied.rpc import Disconnected, RemoteError, Unanswered
 from embodied.run.parallel import wiring
 from embodied.run.parallel.carries import Slots, make_table
 from embodied.run.parallel.ending import Ending
@@ -235,6 +236,9 @@ class Actor:
         return {"images": images, "image_envid": np.array([filmed], np.int32)}
 
     def _not_stored(self, envids: np.ndarray, error: Exception) -> None:
+        if isinstance(error, RemoteError) and error.type == ReplayMemoryError.__name__:
+            self._on_fatal(ReplayMemoryError(error.message))  # It never will.
+            return
         logger.warning("The replay did not take a batch: %s", error)
         self._slots.free(envids.tolist())  # What follows is not consecutive.
 

@@ -174,7 +174,7 @@ def _add_agent(
         return thread
 
     if args.agent_process:
-        policy = Policy(args.restarts["agent"])
+        policy = Policy(args.restarts["agent"], limits={"ReplayMemoryError": 0})
         supervisor.add("agent", "agent", make_process, policy, progress)
         threading.Thread(
             target=_pass_on,

@@ -7,7 +7,8 @@ import pytest
 from role_testing import Background, CountingAgent, FakeClient, observations
 
 import embodied
-from embodied.rpc import Disconnected, Unanswered
+from embodied.replay import ReplayMemoryError
+from embodied.rpc import Disconnected, RemoteError, Unanswered
 from embodied.run.parallel.actor import Actor, RunOver
 from embodied.run.parallel.observations import ObservationError
 
@@ -209,6 +210,13 @@ class TestPublish:
         assert "did not take a batch: full" in caplog.text
         setting.step([0, 1])
         assert setting.stored()["is_first"].tolist() == [True, False]
+
+    def test_a_replay_without_memory_is_fatal(self):
+        error = RemoteError("exception", "too large", "ReplayMemoryError")
+        setting = Setting(replay=FakeClient(add_batch=error))
+        setting.step([0])
+        (fatal,) = setting.fatal
+        assert isinstance(fatal, ReplayMemoryError) and str(fatal) == "too large"
 
     def test_after_the_end_lost_connections_do_not_matter(self):
         def gone(batch):
