@@ -66,6 +66,15 @@ class TestEnvironments:
         steps = check_replay(logdir)
         assert len({step[0] for step in steps}) >= 2 * ENVS
 
+    def test_a_mistake_that_comes_again_ends_the_run_soon(self, tmp_path):
+        environ = {"FAULT": "shape"}
+        with Run(tmp_path, task="Faulty", environ=environ) as run:
+            assert run.wait() == 1
+            shown = run.output()
+        failure = shown[shown.index("dreamerv3: ") :]
+        assert failure.count("\n") == 1 and KINDS["shape"] in failure
+        assert "(3 times SpaceError in 600 s, 2 restarts allowed)" in failure
+
     @pytest.mark.parametrize("kind", KINDS)
     def test_one_that_always_fails_ends_the_run(self, tmp_path, kind):
         flags = ["--run.env_timeout", "2", "--run.restarts.env", "1"]

@@ -60,6 +60,19 @@ def test_portal_continues_a_run(tmp_path):
     assert Saved(tmp_path).step >= 300
 
 
+@pytest.mark.parametrize("task", ["gym_CartPole-v1", "dummy_disc"])
+def test_environments_of_another_task_end_with_one_error(tmp_path, addresses, task):
+    flags = [*addresses, "--run.remote_envs", "True"]
+    main = small(tmp_path / "run", *flags, steps=10**9)
+    other = small(tmp_path / "host", *addresses, script="parallel_envs")
+    with started(main, [*other, "--task", task]) as (trainer, host):
+        assert host.wait() == 2, host.output()
+        shown = host.output()
+        assert trainer.running
+    assert "same --task?" in shown[shown.index("dreamerv3: ") :]
+    assert "Traceback" not in shown
+
+
 def test_environments_of_two_hosts(tmp_path, addresses):
     logdir = tmp_path / "run"
     flags = ["--run.remote_envs", "True", "--run.envs", "4"]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from embodied.base import Env
+from embodied.driver import no_exit
 from embodied.rpc import (
     Policy,
     Process,
@@ -27,12 +28,17 @@ from embodied.rpc import (
 )
 from embodied.run.messages import show_messages
 from embodied.run.parallel import wiring
+from embodied.run.parallel.observations import SAME_TASK, ObservationError
 from embodied.run.parallel.owners import worker_info
 from embodied.run.parallel.watching import telling_usage
 from embodied.run.signals import stop_on_signals
 
 MakeEnv = Callable[[int], Env]
 RUN_OVER = "RunOver"  # Type of the actor's answer when there is nothing left to do.
+
+# Restarts after errors that a new worker would most likely make again. Environments may
+# break their spaces by chance; another task than the agent's remains another task.
+LIMITS = {"SpaceError": 2, "UnusableEnv": 2, "ObservationError": 0}
 
 logger = logging.getLogger("embodied.run")
 
@@ -153,9 +159,16 @@ class EnvWorker:
         except RemoteError as error:
             if error.type == RUN_OVER:
                 return False
+            if error.type == ObservationError.__name__:
+                raise ObservationError(error.message) from None
             raise
         if half.rows == 1:
             reply = {key: np.asarray(value)[None] for key, value in reply.items()}
+        if reply.keys() != half.actions.keys():
+            raise ObservationError(
+                f"Expected the actions {', '.join(sorted(half.actions))} from the "
+                f"actor, got {', '.join(sorted(reply))}. {SAME_TASK}"
+            )
         half.actions = reply
         self._ask(half)
         return True
@@ -205,7 +218,7 @@ def run_worker(
     name = worker_name(envids)
     middle = (len(envids) + 1) // 2
     groups = [ids for ids in (envids[:middle], envids[middle:]) if len(ids)]
-    with contextlib.ExitStack() as stack:
+    with no_exit(), contextlib.ExitStack() as stack:
         halves = []
         for ids in groups:
             halves.append(Half(make_env, ids, is_eval, progress))
@@ -237,7 +250,8 @@ def parallel_envs(
     Their ids begin at `args.env_offset`; those that evaluate come last.
 
     Raises:
-      RunFailed: a worker fails again and again.
+      RunFailed: a worker fails again and again, or its observations are not what
+        the agent expects.
       AuthError: the actor refuses this host's key.
       RoleError: another host has the same env ids.
     """
@@ -289,7 +303,7 @@ def add_workers(
                 functools.partial(
                     _make_worker, make, ids, args, is_eval, progress, name
                 ),
-                Policy(args.restarts["env"], hang=args.env_timeout),
+                Policy(args.restarts["env"], hang=args.env_timeout, limits=LIMITS),
                 progress,
             )
             count += 1

@@ -17,6 +17,7 @@ from embodied.space import Space
 
 MARKS = {"envid": Space(np.int32), "is_eval": Space(bool)}
 
+SAME_TASK = "Do the worker and the agent have the same --task?"
 MAX_KNOWN = 1024  # Batches that look different and were found to fit.
 _LOOKS = operator.attrgetter("dtype", "shape")
 
@@ -24,7 +25,7 @@ Expected = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 class ObservationError(ValueError):
-    """A worker sent what the agent has no use for."""
+    """A worker sent what the agent has no use for, or the other way round."""
 
 
 class ObservationCheck:
@@ -71,22 +72,23 @@ class ObservationCheck:
             if value is None:
                 raise ObservationError(
                     f"act expected the key {', '.join(sorted(expected.keys() - obs))} "
-                    "as well. Do the worker and the agent have the same --task?"
+                    f"as well. {SAME_TASK}"
                 )
             if value.shape[1:] != shape or not (
                 value.dtype == dtype or np.can_cast(value.dtype, dtype, "same_kind")
             ):
                 raise ObservationError(
                     f"act expected {key!r} of env {_name(obs)} as {dtype} of shape "
-                    f"{shape}, got {value.dtype} of shape {value.shape[1:]}. Do the "
-                    "worker and the agent have the same --task?"
+                    f"{shape}, got {value.dtype} of shape {value.shape[1:]}. "
+                    f"{SAME_TASK}"
                 )
         if self._complete and len(obs) > len(expected):
             extra = [x for x in obs if x not in expected and not x.startswith("log/")]
             if extra:
                 raise ObservationError(
                     f"act expected the keys {', '.join(sorted(expected))} and log/..., "
-                    f"got {', '.join(sorted(extra))} of env {_name(obs)} in addition."
+                    f"got {', '.join(sorted(extra))} of env {_name(obs)} in addition. "
+                    f"{SAME_TASK}"
                 )
 
 

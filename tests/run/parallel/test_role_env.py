@@ -1,13 +1,18 @@
 """Env workers without their connection."""
 
+import sys
+
+import elements
 import numpy as np
 import pytest
 from role_testing import FakeClient
 
 import embodied
+from embodied.driver import EnvExit
 from embodied.rpc import RemoteError
 from embodied.run.parallel import wiring
-from embodied.run.parallel.env import EnvWorker, Half, worker_name
+from embodied.run.parallel.env import EnvWorker, Half, run_worker, worker_name
+from embodied.run.parallel.observations import ObservationError
 
 
 class Task(embodied.Env):
@@ -119,6 +124,25 @@ class TestWorker:
         client = FakeClient(act=RemoteError("exception", "bad", "ValueError"))
         with pytest.raises(RemoteError, match="bad"):
             EnvWorker([Half(Task, [0], False)], client).step()
+
+    def test_what_the_agent_refuses_is_an_error_without_the_servers_traceback(self):
+        answer = RemoteError("exception", "no key", "ObservationError", "Traceback")
+        client = FakeClient(act=answer)
+        with pytest.raises(ObservationError, match=r"^no key$"):
+            EnvWorker([Half(Task, [0], False)], client).step()
+
+    def test_actions_of_another_task_are_refused(self):
+        client = FakeClient(act={"move": np.int32(0), "reset": np.bool_(False)})
+        with pytest.raises(ObservationError, match=r"action, reset .* got move, reset"):
+            EnvWorker([Half(Task, [0], False)], client).step()
+
+    def test_an_environment_cannot_end_the_process(self):
+        def make(index):
+            sys.exit(0)
+
+        args = elements.Config(actor_addr="localhost:1", env_timeout=1.0)
+        with pytest.raises(EnvExit, match=r"sys.exit\(0\)"):
+            run_worker(make, [0], args, is_eval=False)
 
 
 def test_names_of_workers():
