@@ -18,6 +18,7 @@ from dreamerv3.config import ConfigError
 from embodied import logger as loggers
 from embodied.base import Agent, Env, Spaces, Stream
 from embodied.envs import registry
+from embodied.errors import TaskError
 
 if TYPE_CHECKING:
     from embodied.replay import Replay
@@ -76,8 +77,16 @@ def make_acting_agent(config: elements.Config) -> Agent:
 
 
 def make_spaces(config: elements.Config) -> tuple[Spaces, Spaces]:
-    """Returns the spaces of observations and actions that an agent of the task has."""
-    env = make_env(config, 0)
+    """Returns the spaces of observations and actions that an agent of the task has.
+
+    Raises:
+      TaskError: the task cannot be used.
+      EnvError: the environment itself fails.
+    """
+    from embodied.driver import env_errors
+
+    with env_errors(0, TaskError):
+        env = make_env(config, 0)
     try:
         obs_space = {
             key: space

@@ -8,6 +8,7 @@ Everything heavy is imported where it is used, so that help and errors come at o
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ from dreamerv3.logdirs import FILENAME, kept_config
 from dreamerv3.messages import summary
 from embodied import logger as loggers
 from embodied.base import Agent
-from embodied.envs import registry
+from embodied.errors import TaskError
+from embodied.replay import ReplayMemoryError
 
 PACKAGE = "dreamerv3-parallel"
 
@@ -42,8 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code: 2 if the configuration cannot be used, 1 if checkpoints cannot or
-      a role has failed, 130 after a second Ctrl-C, else 0.
+      an environment or a role has failed, 130 after a second Ctrl-C, else 0.
     """
+    if argv is None:
+        _import_from_here()
     argv = sys.argv[1:] if argv is None else list(argv)
     if "--help" in argv or "-h" in argv:
         from dreamerv3.help import help_text
@@ -63,18 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(SCRIPTS[config.script], config)
     except ConfigError as error:
         return _fail(error.problems)
-    except (
-        registry.UnknownTask,
-        registry.MissingExtra,
-        loggers.MissingPackageError,
-    ) as error:
+    except (TaskError, loggers.MissingPackageError) as error:
         return _fail([str(error)])
+    except ReplayMemoryError as error:
+        flags = "The capacity is --replay.size, and bytes is --replay.bytes."
+        return _fail([f"{error} {flags}"])
     except KeyboardInterrupt:
         return _fail(["left at once, without saving."], code=130)
 
 
 def _run(script: Callable[[elements.Config], None], config: elements.Config) -> int:
+    from dreamerv3 import failures
     from embodied.checkpoint import CheckpointError
+    from embodied.driver import EnvError
     from embodied.run.messages import show_messages
 
     try:
@@ -82,6 +87,9 @@ def _run(script: Callable[[elements.Config], None], config: elements.Config) -> 
             script(config)
     except (CheckpointError, parallel.RunError) as error:
         return _fail([str(error)], code=1)
+    except EnvError as error:
+        code = 2 if error.kind in failures.MISTAKES else 1
+        return _fail([failures.env_failure(error)], code)
     return 0
 
 
@@ -194,6 +202,17 @@ def _begin(
         flush=True,
     )
     return agent
+
+
+def _import_from_here() -> None:
+    """Lets environments of one's own be found in this folder, as `python -m` does.
+
+    The script that an installation makes has its own folder there instead. Processes
+    that are started get the same.
+    """
+    here = os.getcwd()
+    if here not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, here)
 
 
 def _fail(problems: Sequence[str], code: int = 2) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,14 +21,15 @@ from dreamerv3.factories import (
 )
 from dreamerv3.messages import parallel_summary
 from embodied.checkpoint import CheckpointError
-from embodied.envs import registry
+from embodied.errors import TaskError
+from embodied.replay import ReplayMemoryError
 
 # What the command line shows as it is.
 SHOWN = (
     ConfigError,
     CheckpointError,
-    registry.MissingExtra,
-    registry.UnknownTask,
+    ReplayMemoryError,
+    TaskError,
 )
 
 
@@ -53,20 +53,25 @@ def _clear_errors() -> Iterator[None]:
       ConfigError: the arguments of a role do not fit together.
       RunError: a role has failed, everything stands still, or a key was refused.
     """
+    from dreamerv3 import failures
     from embodied.rpc import AuthError, RunFailed, RunStalled
+    from embodied.run.parallel.observations import ObservationError
     from embodied.run.parallel.wiring import RoleError
 
     try:
         yield
-    except RoleError as error:
+    except (RoleError, ObservationError) as error:
         raise ConfigError(str(error)) from error
     except RunFailed as error:
         cause = error.__cause__  # Known if the agent is a thread of this process.
         if isinstance(cause, SHOWN):
             raise cause from error
-        text = f"Worker {error.name!r} {error.reason}"
-        if error.traceback:
-            text += f"\n\n{textwrap.indent(error.traceback.rstrip(), '  ')}"
+        text, where = f"Worker {error.name!r} {error.reason}", error.traceback
+        if error.role == "env":
+            where = failures.foreign_part(where)
+        text = failures.with_traceback(text, error.kind, where)
+        if error.kind in failures.MISTAKES:
+            raise ConfigError(text) from error
         raise RunError(text) from error
     except (RunStalled, AuthError) as error:
         raise RunError(str(error)) from error

@@ -8,6 +8,7 @@ from dreamerv3.config import ConfigError
 from dreamerv3.main import main
 from embodied.rpc import AuthError, RunFailed, RunStalled
 from embodied.run import parallel
+from embodied.run.parallel.observations import ObservationError
 from embodied.run.parallel.wiring import RoleError
 
 ARGV = ["--script", "parallel", "--random_agent", "True", "--logdir"]
@@ -35,12 +36,22 @@ def test_a_failed_role_is_shown_with_its_traceback(monkeypatch, tmp_path, capsys
     assert "\n  Traceback ...\n  OSError: 5\n" in shown
 
 
+@pytest.mark.parametrize(("kind", "code"), [("SpaceError", 1), ("UnusableEnv", 2)])
+def test_a_mistake_in_an_environment_is_shown_without(
+    monkeypatch, tmp_path, capsys, kind, code
+):
+    error = RunFailed("env-3", "failed: expected", "Traceback ...", "env", kind)
+    assert run_with(monkeypatch, tmp_path, error) == code
+    assert capsys.readouterr().err == "dreamerv3: Worker 'env-3' failed: expected\n"
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (RunStalled("No worker has progressed"), 1),
         (AuthError("its key is not the one expected"), 1),
         (RoleError("run.actor_batch: expected less"), 2),
+        (ObservationError("act expected the key image as well"), 2),
     ],
 )
 def test_other_errors_are_one_message(monkeypatch, tmp_path, capsys, error, code):
