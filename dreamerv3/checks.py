@@ -70,19 +70,33 @@ def _task(flat: Flat) -> Iterator[str]:
             f"task: expected {suite}_NAME, got {task!r}. "
             f"The suite has: {registry.SUITES[suite].doc}"
         )
-    if script in ("eval_only", "import_checkpoint") and not _has_source(flat):
-        hint = " Or set --logdir to that of a run." if script == "eval_only" else ""
-        yield (
-            "run.from_checkpoint: expected the folder of a checkpoint for "
-            f"--script {script}, got ''.{hint}"
-        )
+    if not flat["run.from_checkpoint"]:
+        if script == "import_checkpoint":
+            yield (
+                "run.from_checkpoint: expected the folder of a checkpoint for "
+                f"--script {script}, got ''."
+            )
+        elif script == "eval_only":
+            yield from _evaluated(flat["logdir"])
 
 
-def _has_source(flat: Flat) -> bool:
-    """Whether there is a checkpoint to read; an evaluation looks into its logdir."""
-    own = pathlib.Path(flat["logdir"], "ckpt").expanduser()
-    here = flat["script"] == "eval_only" and own.is_dir()
-    return here or bool(flat["run.from_checkpoint"])
+def _evaluated(logdir: str) -> Iterator[str]:
+    """An evaluation that is given no checkpoint looks into its logdir."""
+    path = pathlib.Path(logdir).expanduser()
+    if (path / "ckpt").is_dir():
+        return
+    if "{timestamp}" in logdir:  # By default: nobody has named one.
+        found = "got none of it. Set --logdir"
+    elif path.name == "ckpt" and path.is_dir():
+        found = f"got {logdir}, a folder inside one. Set --logdir {path.parent}"
+    elif path.is_dir():
+        found = f"got {logdir}, in which there is no folder ckpt. Set another --logdir"
+    else:
+        found = f"got {logdir}, which does not exist. Set another --logdir"
+    yield (
+        "logdir: expected that of the run to evaluate, with its checkpoints in the "
+        f"folder ckpt, {found}, or --run.from_checkpoint."
+    )
 
 
 def _hosts(flat: Flat) -> Iterator[str]:

@@ -15,6 +15,7 @@ import numpy as np
 import dreamerv3
 from dreamerv3.config import run_config
 from dreamerv3.main import make_env
+from embodied.checkpoint import CheckpointError
 
 
 def main():
@@ -26,7 +27,10 @@ def main():
     args = parser.parse_args()
 
     sample = False if args.greedy else None
-    policy = dreamerv3.load(args.logdir, platform=args.platform, sample=sample)
+    try:
+        policy = dreamerv3.load(args.logdir, platform=args.platform, sample=sample)
+    except (CheckpointError, ValueError) as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
     print(f"The agent of step {policy.step}")
     print(f"  sees {', '.join(policy.obs_space)}")
     print(f"  decides on {', '.join(policy.act_space)}")

@@ -42,10 +42,14 @@ def choose(
         problems += _listing(" Missing: {}.", absent)
         problems += _listing(" Not in this agent: {}.", unknown)
     if problems:
+        # Without a regex, as for a run that continues, the caller knows what to do.
+        advice = (
+            " Use the same task and sizes, or leave these names out with "
+            "run.from_checkpoint_regex."
+        )
         raise ValueError(
             "The arrays to load expected the agent that they were saved from."
-            f"{problems} Use the same task and sizes, or leave these names out with "
-            "run.from_checkpoint_regex."
+            f"{problems}{'' if regex is None else advice}"
         )
     if not known:
         raise ValueError(

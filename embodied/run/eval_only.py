@@ -128,7 +128,9 @@ def eval_only(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         agent = make_agent()
-        step = load_agent(agent, args.from_checkpoint, args.from_checkpoint_regex)
+        source, regex = args.from_checkpoint, args.from_checkpoint_regex
+        key = "logdir" if source == args.logdir else "run.from_checkpoint"
+        step = load_agent(agent, source, regex, key)
         logger = stack.enter_context(contextlib.closing(make_logger()))
         logger.step.load(step)
         amount = args.eval_eps

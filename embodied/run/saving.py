@@ -215,6 +215,22 @@ class RunCheckpoint:
         )
 
 
+@contextlib.contextmanager
+def must_continue(logdir: str | os.PathLike[str]) -> Iterator[None]:
+    """Says what to do if the run of a logdir does not fit the settings of this one.
+
+    Raises:
+      CheckpointError: the body raised a ValueError.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(
+            f"logdir: {logdir} holds a run with other settings. {error} Use those "
+            "settings again, or another --logdir."
+        ) from error
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedAgent:
     """The agent of a checkpoint.
@@ -232,22 +248,30 @@ class SavedAgent:
     data: Tree
 
 
-def load_agent(agent: Agent, source: str | os.PathLike[str], regex: str) -> int:
+def load_agent(
+    agent: Agent,
+    source: str | os.PathLike[str],
+    regex: str,
+    key: str = "run.from_checkpoint",
+) -> int:
     """Loads an agent from a checkpoint of any run; returns the step of it.
 
     Args:
       agent: gets the state.
       source: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it.
       regex: which parameter names to load.
+      key: of the configuration that the source is from, for errors.
 
     Raises:
       CheckpointError: there is no checkpoint that is whole, or it does not fit.
     """
+    if find_checkpoints(source) is None:
+        raise CheckpointError(f"{key}: {_nothing(source)}")
     saved = read_agent(source)
     try:
         agent.load(saved.data, regex)
     except ValueError as error:
-        raise CheckpointError(f"run.from_checkpoint: {source}: {error}") from error
+        raise CheckpointError(f"{key}: {source}: {error}") from error
     logger.info("The agent is that of checkpoint %s in %s.", saved.tag, source)
     return saved.step
 
@@ -263,7 +287,8 @@ def read_agent(source: str | os.PathLike[str]) -> SavedAgent:
     """
     folder = find_checkpoints(source)
     if folder is None:
-        raise CheckpointError(_nothing(Path(source).expanduser()))
+        text = _nothing(source)
+        raise CheckpointError(text[0].upper() + text[1:])
     found = Checkpoint(folder.parent, folder.name).read_newest([AGENT])
     assert found is not None
     manifest, parts = found
@@ -288,11 +313,12 @@ def find_checkpoints(source: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def _nothing(path: Path) -> str:
+def _nothing(source: str | os.PathLike[str]) -> str:
+    path = Path(source).expanduser()
     found = "has no checkpoint" if path.exists() else "does not exist"
     text = (
-        f"run.from_checkpoint: expected the logdir of a run, or the folder {FOLDER} in "
-        f"it, got {path}, which {found}."
+        f"expected the logdir of a run, or the folder {FOLDER} in it, got {path}, "
+        f"which {found}."
     )
     folders = (path, path / FOLDER, path / FOLDER / AGENT)
     if any((folder / "latest").is_file() for folder in folders):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from embodied.base import Agent
-from embodied.checkpoint import CheckpointError
 from embodied.clock import LocalClock
 from embodied.episodes import Episodes
 from embodied.replay import Replay
@@ -17,7 +16,7 @@ from embodied.run.evaluation import Evaluator
 from embodied.run.metrics import Meter
 from embodied.run.progress import Limit, Result
 from embodied.run.ratio import TrainRatio
-from embodied.run.saving import RunCheckpoint
+from embodied.run.saving import RunCheckpoint, must_continue
 from embodied.run.signals import stop_on_signals
 from embodied.run.training import MakeStream, Trainer
 from embodied.run.usage import Usage
@@ -175,13 +174,8 @@ def open_session(
         checkpoint = RunCheckpoint(
             args, logger.step, agent, {**replays, "ratio": ratio}
         )
-        try:
+        with must_continue(args.logdir):
             checkpoint.restore()
-        except ValueError as error:
-            raise CheckpointError(
-                f"The checkpoint in {args.logdir} does not fit this run. {error} "
-                "Use the settings it was made with, or another logdir."
-            ) from error
         # Without a timeout: a pause, as for a report, must not abandon episodes.
         episodes = Episodes(timeout=0)
         collector = stack.enter_context(

@@ -1,6 +1,7 @@
 """Policies of checkpoints: what they need, what they see, what they return."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -165,7 +166,8 @@ def test_configurations_of_other_versions_are_taken(run, tmp_path):
 class TestErrors:
     def test_no_checkpoint(self, tmp_path):
         for path, words in ((tmp_path, "has no checkpoint"), ("/x/y", "not exist")):
-            with pytest.raises(CheckpointError, match=words):
+            start = f"^Expected the logdir of a run.* got {path}, which .*{words}"
+            with pytest.raises(CheckpointError, match=start):
                 dreamerv3.load(path)
 
     def test_a_checkpoint_of_the_reference_has_to_be_imported(self):
@@ -454,10 +456,31 @@ class TestPrograms:
         self.train(tmp_path)
         assert load_config(["--logdir", str(tmp_path)]).task == "dummy_disc"
 
-    def test_without_a_checkpoint_the_flags_to_give_are_named(self, tmp_path, capsys):
-        assert main(["--script", "eval_only", "--logdir", str(tmp_path)]) == 2
+    @pytest.mark.parametrize(
+        ("logdir", "words"),
+        [
+            ("", "got {}, in which there is no folder ckpt. Set another --logdir"),
+            ("none", "got {}/none, which does not exist. Set another --logdir"),
+            ("run/ckpt", "a folder inside one. Set --logdir {}/run, or"),
+            ("{timestamp}", "got none of it. Set --logdir"),
+        ],
+    )
+    def test_without_a_checkpoint_the_logdir_is_named(
+        self, tmp_path, capsys, logdir, words
+    ):
+        (tmp_path / "run/ckpt").mkdir(parents=True)
+        assert main(["--script", "eval_only", "--logdir", str(tmp_path / logdir)]) == 2
         message = capsys.readouterr().err
-        assert "run.from_checkpoint" in message and "--logdir" in message
+        assert words.format(tmp_path) in message and "--run.from_checkpoint" in message
+
+    def test_an_empty_folder_of_checkpoints_is_blamed_on_the_logdir(
+        self, tmp_path, capsys
+    ):
+        (tmp_path / "ckpt").mkdir()
+        argv = ["--script", "eval_only", "--random_agent", "True"]
+        assert main([*argv, "--logdir", str(tmp_path)]) == 1
+        words = f"dreamerv3: logdir: expected the logdir of a run.* got {tmp_path}, "
+        assert re.match(words, capsys.readouterr().err)
 
     def test_a_learning_agent_is_evaluated_without_its_training(
         self, run, tmp_path, monkeypatch, capsys
@@ -489,3 +512,15 @@ class TestPrograms:
         assert done.returncode == 0, done.stderr
         assert "The agent of step 60" in done.stdout
         assert "sees image" in done.stdout and "Episode 2: score" in done.stdout
+
+    def test_the_example_says_in_a_line_what_is_missing(self, tmp_path):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", EXAMPLE, tmp_path / "none"],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (1, "")
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("inference.py: Expected the logdir of a run")

@@ -92,7 +92,8 @@ class TestTrain:
         [
             ("train", ["--replicas", "2"], "replicas: expected 1"),
             ("train_eval", ["--run.eval_envs", "0"], "run.eval_envs: expected at"),
-            ("eval_only", [], "run.from_checkpoint: expected the folder"),
+            ("eval_only", [], "run, which does not exist. Set another --logdir"),
+            ("import_checkpoint", [], "run.from_checkpoint: expected the folder"),
         ],
     )
     def test_what_cannot_work_is_refused(self, tmp_path, capsys, script, flags, word):

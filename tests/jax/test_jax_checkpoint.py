@@ -168,8 +168,10 @@ def test_other_shapes_are_an_error_that_names_them(regex):
     data = agent.save()
     before = kernel(agent)
     data["params"]["net/kernel"] = np.zeros((2, 3), np.float32)
-    with pytest.raises(ValueError, match=r"net/kernel \(expected \(64, 64\), got"):
+    with pytest.raises(ValueError, match=r"net/kernel \(expected \(64, 64\), got") as e:
         agent.load(data, regex)
+    # A run that continues has no regex to choose.
+    assert ("run.from_checkpoint_regex" in str(e.value)) == (regex is not None)
     np.testing.assert_array_equal(kernel(agent), before)
     agent.load(data, "net/age|opt/")
 

@@ -17,7 +17,7 @@ from embodied.base import Agent, Tree
 from embodied.checkpoint import Checkpoint, CheckpointError, FileRecord
 from embodied.run.parallel.replicas import Replicas
 from embodied.run.parallel.saving import Starts, pack_reply, unpack_reply
-from embodied.run.saving import AGENT, FOLDER, load_agent
+from embodied.run.saving import AGENT, FOLDER, load_agent, must_continue
 
 SAVE_SECONDS = 900.0  # For a role to write its part.
 DISCARD_SECONDS = 10.0
@@ -83,7 +83,9 @@ class Conductor:
             load_agent(self._agent, args.from_checkpoint, args.from_checkpoint_regex)
         if manifest is None:
             return False
-        self._agent.load(self._checkpoint.read_part(manifest, AGENT))
+        data = self._checkpoint.read_part(manifest, AGENT)
+        with must_continue(args.logdir):
+            self._agent.load(data)
         step = manifest.meta.get("step", 0)
         logger.info("Continuing at step %s, from checkpoint %s.", step, manifest.tag)
         return True

@@ -4,9 +4,10 @@ import errno
 import os
 import threading
 
+import pytest
 from role_testing import CountingAgent, FakeClient, make_args, wait_until
 
-from embodied.checkpoint import Checkpoint
+from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.rpc import Disconnected
 from embodied.run.parallel.conductor import Conductor
 from embodied.run.parallel.saving import pack_reply
@@ -66,6 +67,18 @@ class TestCommit:
         assert not replay.sent("discard") and not logger.sent("discard")
         conductor.save(trained=0)
         assert conductor.wait()
+
+
+def test_a_run_that_does_not_fit_is_told_apart_from_a_failure(tmp_path, monkeypatch):
+    def refuse(self, data, regex=None):
+        raise ValueError("Other shapes: kernel.")
+
+    make_conductor(tmp_path)[0].save(trained=0)
+    wait_until(Checkpoint(tmp_path).exists)
+    monkeypatch.setattr(CountingAgent, "load", refuse)
+    words = "holds a run with other settings. Other shapes: kernel. .*another --logdir"
+    with pytest.raises(CheckpointError, match=words):
+        make_conductor(tmp_path)[0].restore()
 
 
 class TestAbandon:
