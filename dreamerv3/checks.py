@@ -94,8 +94,8 @@ def _evaluated(logdir: str) -> Iterator[str]:
     else:
         found = f"got {logdir}, which does not exist. Set another --logdir"
     yield (
-        "logdir: expected that of the run to evaluate, with its checkpoints in the "
-        f"folder ckpt, {found}, or --run.from_checkpoint."
+        "logdir: expected that of a run for --script eval_only, with its checkpoints "
+        f"in the folder ckpt, {found}, or --run.from_checkpoint."
     )
 
 

@@ -126,7 +126,11 @@ def _check(key: str, value: Any) -> None:
     if not rule or rule.accepts(value):
         return
     items = value if isinstance(value, tuple) else (value,)
-    near = [nearest(str(item), rule.names) for item in items if item not in rule.names]
+    near = [
+        rule.meant.get(str(item)) or nearest(str(item), rule.names)
+        for item in items
+        if item not in rule.names
+    ]
     hint = next((f" Did you mean {name}?" for name in near if name), "")
     shown = list(value) if isinstance(value, tuple) else value
     raise ValueError(f"expected {rule.allowed}, got {shown!r}.{hint}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 SCRIPTS = (
@@ -30,11 +30,13 @@ class Rule:
       allowed: completes the sentence "expected ...".
       accepts: whether a value, already of the key's type, is allowed.
       names: the allowed values, where there are few.
+      meant: which of them people mean by another name that is not like it.
     """
 
     allowed: str
     accepts: Callable[[Any], bool]
     names: tuple[str, ...] = ()
+    meant: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
 
 def at_least(low: float) -> Rule:
@@ -52,10 +54,10 @@ def between(low: float, high: float) -> Rule:
     return Rule(f"from {low:g} to {high:g}", lambda value: low <= value <= high)
 
 
-def choice(*names: str) -> Rule:
-    """One of a few names."""
+def choice(*names: str, **meant: str) -> Rule:
+    """One of a few names; `meant` are those that stand behind other names."""
     allowed = f"one of {', '.join(names)}" if len(names) > 1 else f"only {names[0]}"
-    return Rule(allowed, lambda value: value in names, names)
+    return Rule(allowed, lambda value: value in names, names, meant)
 
 
 def choices(*names: str) -> Rule:
@@ -144,7 +146,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"replay\.prio\.maxfrac", _SHARE),
     (r"replay\.prio\.initial", above(0)),
     (r"replay\.priosignal", choice("model")),
-    (r"jax\.platform", choice("auto", "cuda", "cpu", "tpu")),
+    (r"jax\.platform", choice("auto", "cuda", "cpu", "tpu", gpu="cuda")),
     (r"jax\.compute_dtype", choice("bfloat16", "float32")),
     (r"jax\.(policy|train)_devices", _DEVICES),
     (r"jax\.(policy|train)_mesh", _MESH),

@@ -49,7 +49,7 @@ MISTAKES = {
     "output": ("--logger.outputs jsonl wandbb", "outputs", "'wandbb'", "wandb?"),
     "output twice": ("--logger.outputs jsonl jsonl", "without repetition"),
     "output added twice": ("--logger.outputs+ jsonl", "without repetition"),
-    "platform": ("--jax.platform gpu", "jax.platform", "auto, cuda, cpu, tpu"),
+    "platform": ("--jax.platform gpu", "auto, cuda, cpu, tpu", "Did you mean cuda?"),
     "dtype": ("--jax.compute_dtype bfloat", "bfloat16, float32", "bfloat16?"),
     "activation": ("--agent.value.act sillu", "agent.value.act", "silu?"),
     "normalisation": ("--agent.value.norm rmsnorm", "agent.value.norm", "layer"),
