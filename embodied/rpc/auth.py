@@ -67,6 +67,12 @@ class Keys:
             with os.fdopen(descriptor, "w") as file:
                 json.dump(asdict(self), file)
             os.link(temporary, path)  # Fails if it exists, and is never half a file.
+        except FileExistsError:
+            raise FileExistsError(
+                f"Key file {path} exists and is left as it is, since others may have "
+                "copies of it. Use it with `Keys.load(path)`, remove it first, or save "
+                "to another path."
+            ) from None
         finally:
             os.unlink(temporary)
 

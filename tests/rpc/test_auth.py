@@ -25,7 +25,8 @@ def test_keys_survive_a_file_that_only_its_owner_can_read(tmp_path):
     keys.save(path)
     assert Keys.load(path) == keys
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(FileExistsError):
+    words = rf"^Key file {path} exists and is left as it is.*remove it first"
+    with pytest.raises(FileExistsError, match=words):
         Keys.generate().save(path)
     assert Keys.load(path) == keys
     assert os.listdir(path.parent) == ["keys.json"]
