@@ -68,16 +68,19 @@ def load(
     """
     if mode not in MODES:
         raise ValueError(f"load expected mode {' or '.join(MODES)}, got {mode!r}.")
-    if batch is not None and batch < 1:
-        raise ValueError(f"load expected batch of at least 1, or None, got {batch}.")
+    whole = isinstance(batch, int | np.integer)
+    if batch is not None and not (whole and batch >= 1):
+        raise ValueError(
+            f"load expected batch of at least 1, or None, got {brief(batch)}."
+        )
     saved = read_agent(path)
     config = run_config(saved.logdir)
     if sample is not None:
         mode = "eval"
         config = config.update({"agent.eval_mode": "sample" if sample else "mode"})
     obs_space, act_spaces = agent_spaces(config, saved)
-    agent = _make_agent(config, saved, platform, obs_space, act_spaces, seed)
     converter = None if act_space is None else ActionConverter(act_spaces, act_space)
+    agent = _make_agent(config, saved, platform, obs_space, act_spaces, seed)
     return Policy(agent, obs_space, act_spaces, mode, batch, saved.step, converter)
 
 
@@ -149,8 +152,14 @@ class Policy:
           shape is empty. Continuous ones are within bounds.
 
         Raises:
-          ValueError: a key is missing, or its value does not fit its space.
+          ValueError: it is no dict, a key is missing, or its value does not fit its
+            space.
         """
+        if not isinstance(obs, Mapping):
+            keys = ", ".join(self.obs_space)
+            raise ValueError(
+                f"act expected a dict of observations by key, {keys}, got {brief(obs)}."
+            )
         missing = sorted(set(self.obs_space) - set(obs))
         if missing:
             raise ValueError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from typing import Literal
+import numbers
+from typing import Any, Literal
 
 
 class ReplayMemoryError(MemoryError, ValueError):
@@ -34,21 +34,31 @@ class Settings:
     online: bool
 
     def __post_init__(self) -> None:
-        if operator.index(self.length) < 1:
+        if not _is_whole(self.length, 1):
             raise ValueError(
-                f"Expected sequences of 1 step or more, got {self.length}."
+                f"Expected sequences of 1 step or more, got {self.length!r}."
             )
-        if self.capacity is not None and not self.capacity >= 1:
-            raise ValueError(f"Expected capacity >= 1, got {self.capacity}.")
-        if operator.index(self.chunksize) < 1:
-            raise ValueError(f"Expected chunksize >= 1, got {self.chunksize}.")
-        if not 0 <= operator.index(self.context) <= self.length:
+        if self.capacity is not None and not _is_number(self.capacity, 1):
+            raise ValueError(
+                f"Expected capacity >= 1 as a number, or None, got {self.capacity!r}."
+            )
+        if not _is_whole(self.chunksize, 1):
+            raise ValueError(f"Expected chunksize >= 1, got {self.chunksize!r}.")
+        if not (_is_whole(self.context, 0) and self.context <= self.length):
             raise ValueError(
                 f"Expected a context from 0 to the length of sequences, {self.length}, "
-                f"got {self.context}."
+                f"got {self.context!r}."
             )
         number = isinstance(self.bytes, int | float) and self.bytes > 0
         if self.bytes != "auto" and not number:
             raise ValueError(
                 f"Expected bytes as a positive number or 'auto', got {self.bytes!r}."
             )
+
+
+def _is_whole(value: Any, low: int) -> bool:
+    return isinstance(value, numbers.Integral) and int(value) >= low
+
+
+def _is_number(value: Any, low: float) -> bool:
+    return isinstance(value, numbers.Real) and float(value) >= low

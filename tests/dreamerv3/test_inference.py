@@ -30,6 +30,7 @@ from embodied import Space, wrappers
 from embodied.checkpoint import CheckpointError
 
 EXAMPLE = Path(__file__).parents[2] / "examples/inference.py"
+DISCRETE = gymnasium.spaces.Discrete(4)
 ACT_SPACE = {k: v for k, v in testing.ACT_SPACE.items() if k != "reset"}
 OBS_SPACE = testing.OBS_SPACE
 
@@ -198,10 +199,17 @@ class TestErrors:
         ("options", "words"),
         [
             ({"mode": "test"}, "mode eval or train, got 'test'"),
-            ({"batch": 0}, "batch of at least 1, or None, got 0"),
+            ({"batch": 0}, "batch of at least 1, or None, got int 0"),
+            ({"batch": "2"}, "batch of at least 1, or None, got str '2'"),
             ({"platform": "toaster"}, "jax.platform: expected one of"),
             ({"act_space": {}}, "spaces of force, got none"),
             ({"act_space": {"force": Space("f4", 3, 0, 1)}}, r"shape \(2,\)"),
+            ({"act_space": {"foo": None}}, "actions, force, move, got 'foo'"),
+            ({"act_space": {"force": None}}, "'force' as a space of floats.*None"),
+            ({"act_space": {"force": DISCRETE}}, r"of floats.*got Discrete\(4\)"),
+            ({"act_space": DISCRETE}, r"dict .*\{'force': env.*got Discrete\(4\)"),
+            ({"act_space": {"move": DISCRETE}}, "'move' with 3 classes.*Discrete"),
+            ({"act_space": {"move": None}}, "'move' with 3 classes.*None"),
         ],
     )
     def test_arguments(self, run, options, words):
@@ -344,6 +352,11 @@ class TestActing:
         with pytest.raises(ValueError, match="got none: token, vector is missing"):
             make_policy().act({})
 
+    def test_an_array_in_place_of_a_dict_is_refused(self):
+        words = r"a dict of observations by key, vector, token, got float64 of shape"
+        with pytest.raises(ValueError, match=words):
+            make_policy().act(np.zeros(3))
+
     def test_images_are_not_cast_from_other_scales(self):
         spaces = {"image": Space(np.uint8, (2, 2, 3))}
         policy = Policy(Noting(), spaces, ACT_SPACE)
@@ -358,6 +371,23 @@ BOUNDS = {"force": gymnasium.spaces.Box(LOW, HIGH, dtype=np.float64)}
 
 
 class TestBounds:
+    @pytest.mark.parametrize(
+        ("inner", "outer"),
+        [
+            (Space(np.int32, (), 0, 3), gymnasium.spaces.Discrete(3)),
+            (Space(np.int32, (), 0, 3), Space(np.int64, (), 0, 3)),
+            (Space(np.int32, (), 0, 3), elements.Space(np.int32, (), 0, 3)),
+            (Space(np.int32, 2, 0, [3, 4]), gymnasium.spaces.MultiDiscrete([3, 4])),
+            (Space(np.int32, 2, 0, 2), gymnasium.spaces.MultiBinary(2)),
+            (Space(np.int32, 2, 0, 4), gymnasium.spaces.Box(0, 3, (2,), np.int32)),
+        ],
+    )
+    def test_discrete_spaces_must_have_the_classes_of_the_agent(self, inner, outer):
+        assert ActionConverter({"a": inner}, {"a": outer, "reset": 1}).spaces["a"]
+        other = Space(np.int32, inner.shape, 0, 5)
+        with pytest.raises(ValueError, match="as the agent was trained with"):
+            ActionConverter({"a": other}, {"a": outer})
+
     def test_actions_are_scaled_to_the_bounds_of_the_environment(self):
         converter = ActionConverter(ACT_SPACE, BOUNDS)
         policy = make_policy(converter=converter)

@@ -310,7 +310,11 @@ class TestBadSteps:
         ("kwargs", "message"),
         [
             ({"length": 0}, "1 step or more"),
+            ({"length": "8"}, "1 step or more, got '8'"),
             ({"capacity": 0}, "capacity >= 1"),
+            ({"capacity": "x"}, "capacity >= 1 as a number, or None, got 'x'"),
+            ({"capacity": float("nan")}, "capacity >= 1"),
+            ({"chunksize": 1.5}, "chunksize >= 1, got 1.5"),
             ({"chunksize": 0}, "chunksize >= 1"),
             ({"context": -1}, "context from 0 to the length of sequences, 4"),
             ({"context": 5}, "got 5"),
