@@ -49,15 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         _import_from_here()
     argv = sys.argv[1:] if argv is None else list(argv)
-    if "--help" in argv or "-h" in argv:
-        from dreamerv3.help import help_text
-
-        print(help_text(), end="")
-        return 0
-    if "--version" in argv:
-        print(f"dreamerv3 {metadata.version(PACKAGE)}")
-        return 0
     try:
+        if "--help" in argv or "-h" in argv:
+            from dreamerv3.help import help_text
+
+            print(help_text(), end="")
+            return 0
+        if "--version" in argv:
+            print(f"dreamerv3 {metadata.version(PACKAGE)}")
+            return 0
         config = load_config(argv)
         if config.script not in SCRIPTS:
             raise ConfigError(
@@ -96,9 +96,9 @@ def _run(script: Callable[[elements.Config], None], config: elements.Config) -> 
 def run_rollout(config: elements.Config) -> None:
     """Steps the task's environments, and prints what was done and where it lies."""
     from dreamerv3.rollout import rollout
-    from embodied.run.signals import stop_on_signals
+    from embodied.run.signals import STOPPING, stop_on_signals
 
-    with stop_on_signals() as stop:
+    with stop_on_signals(STOPPING) as stop:
         agent = _begin(config, "Stepping", "stops")
         with make_logger(config) as logger:
             make = functools.partial(make_env, config)

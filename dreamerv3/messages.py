@@ -32,7 +32,12 @@ def summary(config: elements.Config, result: RolloutResult | TrainResult) -> str
 
 def parallel_summary(config: elements.Config, seconds: float) -> str:
     """Says what a parallel run has done, and what lies where in the logdir."""
+    from embodied.checkpoint import Checkpoint
+
     line = f"Done in {seconds:.0f} s"
+    saved = Checkpoint(config.logdir).last()
+    if saved is not None:
+        line += f", at step {saved.meta.get('step', 0)}"
     path = pathlib.Path(config.logdir, "scores.jsonl")
     if path.exists():
         rows = [json.loads(row) for row in path.read_text().splitlines()]
@@ -63,7 +68,9 @@ def files(config: elements.Config, trained: bool) -> list[str]:
     if "scope" in outputs:
         lines.append("  scope           metrics and videos for Scope")
     if trained:
-        lines.append("  ckpt, replay    the checkpoint: the same command continues")
         play = f"--script eval_only --logdir {logdir}"
-        lines.append(f"  ckpt            the policy, which {play} plays")
+        lines.append(
+            "  ckpt, replay    the checkpoint: the same command continues, and"
+        )
+        lines.append(f"                  {play} plays it")
     return lines

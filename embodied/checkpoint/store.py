@@ -170,6 +170,11 @@ class Checkpoint:
             return None
         return {record.path for manifest in readable for record in manifest.files}
 
+    def last(self) -> Manifest | None:
+        """Returns the manifest of the last commit, whatever has become of its files."""
+        readable, _ = self._manifests.read()
+        return readable[0] if readable else None
+
     def parts(self, manifest: Manifest) -> list[str]:
         """Returns the names of the parts that a checkpoint has."""
         start, end = f"{self._folder}/", f"/{manifest.tag}.json"

@@ -27,7 +27,7 @@ from embodied.run.evaluation import Evaluator
 from embodied.run.metrics import Meter
 from embodied.run.progress import Limit
 from embodied.run.saving import load_agent
-from embodied.run.signals import stop_on_signals
+from embodied.run.signals import STOPPING, stop_on_signals
 from embodied.run.usage import Usage
 
 FOLDER = "eval"  # In the logdir.
@@ -126,7 +126,7 @@ def eval_only(
             "run.from_checkpoint: expected the logdir of a run to evaluate, got ''."
         )
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(stop_on_signals())
+        stop = stack.enter_context(stop_on_signals(STOPPING))
         agent = make_agent()
         source, regex = args.from_checkpoint, args.from_checkpoint_regex
         key = "logdir" if source == args.logdir else "run.from_checkpoint"

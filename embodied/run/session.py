@@ -17,7 +17,7 @@ from embodied.run.metrics import Meter
 from embodied.run.progress import Limit, Result
 from embodied.run.ratio import TrainRatio
 from embodied.run.saving import RunCheckpoint, must_continue
-from embodied.run.signals import stop_on_signals
+from embodied.run.signals import SAVING, stop_on_signals
 from embodied.run.training import MakeStream, Trainer
 from embodied.run.usage import Usage
 
@@ -165,7 +165,7 @@ def open_session(
       CheckpointError: the logdir has checkpoints, but none that can be continued.
     """
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(stop_on_signals())
+        stop = stack.enter_context(stop_on_signals(SAVING))
         logger = stack.enter_context(contextlib.closing(make_logger()))
         agent = make_agent()
         replays = {name: make() for name, make in make_replays.items()}

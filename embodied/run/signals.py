@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
 
+# What the process that a person has started says at once.
+SAVING = "Interrupted: saving, then leaving. Ctrl-C again leaves now."
+STOPPING = "Interrupted: stopping. Ctrl-C again leaves now."
+
+_STDOUT = 1
+
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
+def stop_on_signals(note: str = "") -> Iterator[threading.Event]:
     """Turns the first Ctrl-C or SIGTERM into an event; the second acts as usual.
 
     Only the main thread of a process can do so; elsewhere signals are left alone.
+
+    Args:
+      note: printed at once when the first one comes.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -30,6 +40,11 @@ def stop_on_signals() -> Iterator[threading.Event]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.set()
         restore()
+        if note:
+            # Not `print`, which the signal may have interrupted; on a line of its own,
+            # since terminals show ^C on this one.
+            with contextlib.suppress(OSError):
+                os.write(_STDOUT, f"\n{note}\n".encode())
 
     for number in previous:
         signal.signal(number, on_signal)

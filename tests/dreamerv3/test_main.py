@@ -267,6 +267,7 @@ class TestRollout:
             process.send_signal(number)
             shown, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
+        assert "Interrupted: stopping. Ctrl-C again leaves now." in shown
         assert f"Written to {tmp_path}" in shown
         written = read_lines(tmp_path / "metrics.jsonl")
         assert f"{written[-1]['step']} steps in" in shown

@@ -46,7 +46,10 @@ class TestTrain:
         shown = capsys.readouterr().out
         assert "Training in 2 environments of grid_reach" in shown
         assert "300 steps and 76 updates in" in shown
-        assert "ckpt, replay" in shown and "metrics.jsonl" in shown
+        (row,) = [line for line in shown.splitlines() if line.startswith("  ckpt")]
+        assert row.startswith("  ckpt, replay    the checkpoint")
+        assert f"--script eval_only --logdir {tmp_path} plays" in shown
+        assert "metrics.jsonl" in shown
         metrics = read_metrics(tmp_path)
         assert metrics["step"] == 300
         for name in ("episode/score", "train/reward_mean", "report/reward_mean"):
@@ -180,6 +183,7 @@ class TestProcess:
         ) as process:
             assert any("hanging" in line for line in process.stdout)
             process.send_signal(signal.SIGINT)
+            assert any("saving, then leaving" in line for line in process.stdout)
             ended = select.select([process.stdout], [], [], 0.5)[0]
             assert not ended, "it waits for the policy, to save afterwards"
             process.send_signal(signal.SIGINT)

@@ -1,5 +1,6 @@
 """How a parallel run ends: by steps, time, signals, and failures of roles."""
 
+import re
 import signal
 import time
 
@@ -88,9 +89,10 @@ def test_one_signal_saves_and_ends_well(tmp_path, number, own_process):
         assert not [child for child in children if child.is_running()]
         shown = program.output()
     assert "Traceback" not in shown and "WARNING" not in shown
-    assert "Done in " in shown
+    assert "Interrupted: saving, then leaving. Ctrl-C again leaves now." in shown
     saved = Saved(tmp_path)
     assert saved.step >= 100
+    assert re.search(f"Done in .* s, at step {saved.step},", shown)
     assert metrics(tmp_path)["step"][-1] >= saved.step
 
 

@@ -109,6 +109,12 @@ class TestStopOnSignals:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(10)
 
+    def test_the_note_is_printed_at_once(self, capfd):
+        with stop_on_signals("saving") as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.wait(10)
+            assert capfd.readouterr().out == "\nsaving\n"
+
     def test_handlers_are_as_before_at_the_end(self):
         before = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
         with stop_on_signals():

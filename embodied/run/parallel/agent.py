@@ -14,7 +14,7 @@ from embodied.run.parallel.actor import run_actor
 from embodied.run.parallel.ending import Ending
 from embodied.run.parallel.learner import run_learner
 from embodied.run.parallel.replicas import join_replicas
-from embodied.run.signals import stop_on_signals
+from embodied.run.signals import SAVING, stop_on_signals
 
 LEAVE_SECONDS = 30.0  # For the actor to end after the learner.
 
@@ -30,7 +30,7 @@ def parallel_agent(make_agent: bytes | Callable[[], Agent], args: Any) -> None:
       Exception: that of the actor or the learner, whichever failed first.
     """
     wiring.check_addresses(args, "actor_addr", "replay_addr", "logger_addr")
-    with show_messages(), stop_on_signals() as stop:
+    with show_messages(), stop_on_signals(SAVING) as stop:
         run_agent(make_agent, args, stop)
 
 

@@ -31,7 +31,7 @@ from embodied.run.parallel import wiring
 from embodied.run.parallel.observations import SAME_TASK, ObservationError
 from embodied.run.parallel.owners import worker_info
 from embodied.run.parallel.watching import telling_usage
-from embodied.run.signals import stop_on_signals
+from embodied.run.signals import STOPPING, stop_on_signals
 
 MakeEnv = Callable[[int], Env]
 RUN_OVER = "RunOver"  # Type of the actor's answer when there is nothing left to do.
@@ -258,7 +258,7 @@ def parallel_envs(
     wiring.check_addresses(args, "actor_addr")
     name = secrets.token_hex(8)
     ids = range(args.env_offset, args.env_offset + args.envs + args.eval_envs)
-    with show_messages(), stop_on_signals() as stop:
+    with show_messages(), stop_on_signals(STOPPING) as stop:
         # Once for all of them, so that what the actor refuses is an error at once.
         with wiring.make_client(
             args.actor_addr, "envs", args, info=worker_info(ids, name)

@@ -28,7 +28,7 @@ from embodied.run.messages import show_messages
 from embodied.run.parallel import agent, env, replay, wiring
 from embodied.run.parallel import logger as loggers
 from embodied.run.parallel.watching import telling_usage
-from embodied.run.signals import stop_on_signals
+from embodied.run.signals import SAVING, stop_on_signals
 
 GRACE = 10.0  # Seconds for roles to end after the agent.
 LAST_SAVE = 60.0  # Seconds for the agent to save when an environment ends the run.
@@ -66,7 +66,7 @@ def combined(
       RoleError: the arguments do not fit together.
     """
     args = prepare(args)
-    with show_messages(), stop_on_signals() as stop:
+    with show_messages(), stop_on_signals(SAVING) as stop:
         done = threading.Event()
         supervisor = Supervisor(
             grace=GRACE,
