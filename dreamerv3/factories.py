@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -206,6 +207,13 @@ def make_logger(config: elements.Config) -> loggers.Logger:
         ],
         "wandb": [wandb],
     }
+    if "tensorboard" in settings.outputs and not loggers.TensorBoardOutput.available():
+        # Like the other metrics of a run, these are no reason to end it.
+        logging.getLogger("embodied.logger").warning(
+            "No events for TensorBoard are written, since the package tensorboardX is "
+            "not installed. Run: pip install tensorboardX"
+        )
+        makers["tensorboard"] = []
     outputs = [make() for name in settings.outputs for make in makers[name]]
     return loggers.Logger(elements.Counter(), outputs, multiplier=repeat)
 

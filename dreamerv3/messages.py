@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import elements
 
+from embodied.logger import TensorBoardOutput
+
 LAST = 100  # Episodes whose mean score is told.
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def files(config: elements.Config, trained: bool) -> list[str]:
     if "jsonl" in outputs:
         lines.append("  metrics.jsonl   all metrics, a JSON object per line")
         lines.append("  scores.jsonl    the score of every episode")
-    if "tensorboard" in outputs:
+    if "tensorboard" in outputs and TensorBoardOutput.available():
         lines.append(
             f"  events.*        curves and videos: tensorboard --logdir {logdir}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import time
@@ -32,6 +33,11 @@ class TensorBoardOutput(AsyncOutput):
         self._logdir = pathlib.Path(str(logdir))
         self._fps = fps
         self._writer: Any = None
+
+    @staticmethod
+    def available() -> bool:
+        """Whether the package is installed that it writes with."""
+        return importlib.util.find_spec("tensorboardX") is not None
 
     def _write(self, summaries: list[Summary]) -> None:
         from tensorboardX.proto.event_pb2 import Event

@@ -116,6 +116,18 @@ class TestMain:
         assert main(argv) == 2
         assert "dreamerv3-parallel[wandb]" in capsys.readouterr().err
 
+    def test_tensorboard_without_its_package_is_told_at_the_start(
+        self, tmp_path, capsys, monkeypatch
+    ):
+        monkeypatch.setitem(sys.modules, "tensorboardX", None)
+        argv = [*ROLLOUT, "--logdir", str(tmp_path), "--run.steps", "2"]
+        assert main([*argv, "--logger.outputs", "tensorboard", "jsonl"]) == 0
+        shown = capsys.readouterr().out
+        words = "WARNING: No events for TensorBoard are written"
+        assert words in shown and "pip install tensorboardX" in shown
+        assert shown.index(words) < shown.index("2 steps in")
+        assert "events.*" not in shown and "metrics.jsonl" in shown
+
     def test_errors_of_the_program_itself_are_not_hidden(self, monkeypatch):
         def fail(config):
             raise ImportError("a mistake of ours")
