@@ -75,6 +75,7 @@ class Actor:
     ):
         self.over = False  # Once set, workers are sent away.
         self.closing = False  # Once set, connections may be gone.
+        self.asked = threading.Event()  # Set when the first worker asks for actions.
         self._replay = replay
         self._logger = logger
         self._check = ObservationCheck(agent)
@@ -108,6 +109,8 @@ class Actor:
         """
         if self.over:
             raise RunOver("The run is over.")
+        if not self.asked.is_set():
+            self.asked.set()
         self._check.check(obs)
         logs = {key: value for key, value in obs.items() if key.startswith("log/")}
         seen = {key: value for key, value in obs.items() if key not in logs}
@@ -302,6 +305,10 @@ def run_actor(
             group="is_eval",
         )
         with server:
+            if args.remote_envs:
+                threading.Thread(
+                    target=wait_for_envs, args=(actor, args), name="envs", daemon=True
+                ).start()
             try:
                 ending.wait()
                 # Not after a failure: workers then wait for an agent that comes back.
@@ -316,6 +323,25 @@ def run_actor(
     finally:
         for client in clients:
             client.close()
+
+
+def wait_for_envs(actor: Actor, args: Any) -> None:
+    """Says what to run as long as nobody has started any environments."""
+    host, _, port = args.actor_addr.rpartition(":")
+    address = f"HOST:{port}" if host in ("0.0.0.0", "*", "[::]") else args.actor_addr
+    command = f"dreamerv3 --script parallel_envs --run.actor_addr {address}"
+    if args.keyfile:
+        command += f" --run.keyfile {args.keyfile}"
+
+    def tell() -> None:
+        logger.info(
+            "The actor waits for environments at %s. Start them, where they are to "
+            "run, with the same --task: %s",
+            args.actor_addr,
+            command,
+        )
+
+    wiring.wait_until(actor.asked.wait, tell, lambda: actor.closing)
 
 
 def _see_off(server: Any) -> None:

@@ -31,7 +31,8 @@ def parallel_agent(make_agent: bytes | Callable[[], Agent], args: Any) -> None:
     """
     wiring.check_addresses(args, "actor_addr", "replay_addr", "logger_addr")
     with show_messages(), stop_on_signals(SAVING) as stop:
-        run_agent(make_agent, args, stop)
+        # Nobody here starts environments.
+        run_agent(make_agent, args.update(remote_envs=True), stop)
 
 
 def run_agent(

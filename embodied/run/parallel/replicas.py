@@ -7,6 +7,8 @@ nobody is asked.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +18,8 @@ from embodied.rpc import Unanswered
 from embodied.run.parallel import wiring
 
 WAIT_SECONDS = 1800.0  # For the slowest replica, which may still be compiling.
+
+logger = logging.getLogger("embodied.run")
 
 
 class ReplicaServer(ClockServer):
@@ -115,7 +119,8 @@ class Replicas:
             return False
         asked = self.client.gather("meet", self.replica, "")
         note = f"Replica {self.replica} waits for the others of {self.count}."
-        if not wiring.wait_until(asked.wait, note, stopped):
+        tell = functools.partial(logger.info, note)
+        if not wiring.wait_until(asked.wait, tell, stopped):
             return False
         asked.result(0)
         return True

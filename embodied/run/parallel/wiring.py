@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ ADDRESSES = ("actor_addr", "replay_addr", "logger_addr")
 # Seconds until a role says for whom it waits, and until it says so again.
 FIRST_NOTE, NEXT_NOTE = 5.0, 60.0
 STOP_SECONDS = 1.0  # Until a role that waits notices that it is to stop.
+LOOK_UP_SECONDS = 2.0  # For a host's name, when it is told who waits for it.
 
 logger = logging.getLogger("embodied.run")
 
@@ -122,18 +124,29 @@ def connect(
             return False
         return True
 
-    note = "" if quiet else f"{who} waits for the {whom} at {client.addr}."
-    return wait_until(is_there, note, stopped)
+    def tell() -> None:
+        if quiet:
+            return
+        note = f"{who} waits for the {whom} at {client.addr}."
+        if reason := _unresolved(client.addr):
+            # No error: the name may be known later, as that of a host that starts.
+            logger.warning("%s Its name does not resolve: %s.", note, reason)
+        else:
+            logger.info(note)
+
+    return wait_until(is_there, tell, stopped)
 
 
 def wait_until(
-    is_there: Callable[[float], bool], note: str, stopped: Callable[[], bool]
+    is_there: Callable[[float], bool],
+    tell: Callable[[], None],
+    stopped: Callable[[], bool],
 ) -> bool:
-    """Waits for something, and says so if it takes long.
+    """Waits for something, and has it said if it takes long.
 
     Args:
       is_there: waits for up to so many seconds; returns whether it is there.
-      note: who waits for whom; may be empty.
+      tell: says who waits for whom.
       stopped: whether to give up.
 
     Returns:
@@ -143,8 +156,8 @@ def wait_until(
     while not stopped():
         if is_there(STOP_SECONDS):
             return True
-        if time.monotonic() >= noted and note:
-            logger.info(note)
+        if time.monotonic() >= noted:
+            tell()
             noted = time.monotonic() + NEXT_NOTE
     return False
 
@@ -233,6 +246,25 @@ def security(args: Any, kind: str) -> dict[str, Any]:
     if kind == "portal":  # It has no keys.
         return {"insecure": args.insecure}
     return {"keys": rpc.Keys.load(args.keyfile) if args.keyfile else None}
+
+
+def _unresolved(address: str) -> str:
+    """Says why the name in an address is not known; empty if it is."""
+    host = address.rpartition(":")[0].strip("[]")
+    reasons: list[str] = []
+
+    def look_up() -> None:
+        try:
+            socket.getaddrinfo(host, None)
+        except (OSError, UnicodeError) as error:
+            reasons.append(f"{host} ({getattr(error, 'strerror', None) or error})")
+
+    # In a thread, since servers of names that do not answer take their time, and the
+    # caller may be told to stop.
+    thread = threading.Thread(target=look_up, name="look up", daemon=True)
+    thread.start()
+    thread.join(LOOK_UP_SECONDS)
+    return reasons[0] if reasons else ""
 
 
 def _split(pairs: list[tuple[Any, Any]]) -> tuple[list, list]:

@@ -4,12 +4,20 @@ import logging
 
 import numpy as np
 import pytest
-from role_testing import Background, CountingAgent, FakeClient, observations
+from role_testing import (
+    Background,
+    CountingAgent,
+    FakeClient,
+    make_args,
+    observations,
+    wait_until,
+)
 
 import embodied
 from embodied.replay import ReplayMemoryError
 from embodied.rpc import Disconnected, RemoteError, Unanswered
-from embodied.run.parallel.actor import Actor, RunOver
+from embodied.run.parallel import wiring
+from embodied.run.parallel.actor import Actor, RunOver, wait_for_envs
 from embodied.run.parallel.observations import ObservationError
 
 
@@ -253,3 +261,27 @@ def test_images_are_found_by_dtype_and_shape():
     )
     setting.actor.publish(message)
     assert set(setting.logged()["images"]) == {"image"}
+
+
+@pytest.mark.parametrize(
+    ("host", "keyfile", "command"),
+    [
+        ("10.0.0.1", "", "--run.actor_addr 10.0.0.1:5"),
+        ("0.0.0.0", "run.keys", "--run.actor_addr HOST:5 --run.keyfile run.keys"),
+    ],
+)
+def test_without_environments_it_says_what_to_run(
+    monkeypatch, caplog, host, keyfile, command
+):
+    monkeypatch.setattr(wiring, "FIRST_NOTE", 0.0)
+    monkeypatch.setattr(wiring, "STOP_SECONDS", 0.01)
+    args = make_args(actor_addr=f"{host}:5", keyfile=keyfile)
+    setting = Setting()
+    with caplog.at_level(logging.INFO, "embodied.run"):
+        with Background(wait_for_envs, setting.actor, args) as task:
+            wait_until(lambda: caplog.messages)
+            assert task.running
+            setting.step([0])
+    (note,) = caplog.messages
+    assert note.startswith(f"The actor waits for environments at {host}:5. Start them")
+    assert note.endswith(f": dreamerv3 --script parallel_envs {command}")

@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import threading
 
 import cloudpickle
 import pytest
@@ -87,7 +88,23 @@ class TestAddresses:
 
 
 class TestConnect:
-    def test_it_says_for_whom_it_waits(self, monkeypatch, caplog):
+    @pytest.mark.parametrize(
+        ("addr", "level", "more"),
+        [
+            ("localhost:1", "INFO", ""),
+            ("[::1]:1", "INFO", ""),
+            (
+                "no.invalid:1",
+                "WARNING",
+                " Its name does not resolve: no.invalid (gone).",
+            ),
+        ],
+    )
+    def test_it_says_for_whom_it_waits(self, monkeypatch, caplog, addr, level, more):
+        def look_up(host, port):
+            if host not in ("localhost", "::1"):
+                raise socket.gaierror(socket.EAI_NONAME, "gone")
+
         class Late(FakeClient):
             tries = 0
 
@@ -97,9 +114,22 @@ class TestConnect:
                     raise TimeoutError("not yet")
 
         monkeypatch.setattr(wiring, "FIRST_NOTE", 0.0)
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        client = Late()
+        client.addr = addr
         with caplog.at_level(logging.INFO, "embodied.run"):
-            assert wiring.connect(Late(), "The learner", "replay", lambda: False)
-        assert caplog.messages == ["The learner waits for the replay at fake:1."]
+            assert wiring.connect(client, "The learner", "replay", lambda: False)
+        (record,) = caplog.records
+        assert record.levelname == level
+        note = f"The learner waits for the replay at {addr}."
+        assert record.getMessage() == note + more
+
+    def test_names_that_are_not_looked_up_in_time_hold_nobody(self, monkeypatch):
+        hangs = threading.Event()
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: hangs.wait(30))
+        monkeypatch.setattr(wiring, "LOOK_UP_SECONDS", 0.01)
+        assert wiring._unresolved("slow:1") == ""
+        hangs.set()
 
     def test_it_gives_up_when_told(self):
         class Never(FakeClient):
