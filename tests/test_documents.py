@@ -111,6 +111,15 @@ def test_the_readme_leads_to_the_demo_and_the_tests():
     ]
 
 
+def test_commands_are_written_for_the_activated_environment():
+    for path in DOCUMENTS:
+        assert not [
+            text for text in code(path) if re.search(r"\.venv/bin/(?!activate)", text)
+        ]
+    for name in ("README.md", "docs/parallel.md"):
+        assert "`. .venv/bin/activate`" in prose(ROOT / name)
+
+
 def test_contributing_takes_three_commands():
     (commands,) = blocks(ROOT / "CONTRIBUTING.md", "sh")
     assert len(commands.splitlines()) == 3
