@@ -13,13 +13,12 @@ import os
 import pathlib
 import socket
 from collections.abc import Iterator
-from typing import IO
 
 FILENAME = "config.yaml"
 LOCK = ".lock"
 MANIFEST = pathlib.Path("ckpt", "manifest.json")
 
-_claimed: dict[pathlib.Path, IO[str]] = {}  # Locks of this process.
+_claimed: dict[pathlib.Path, int] = {}  # Descriptors of locks that this process holds.
 
 
 class LogdirInUse(Exception):
@@ -35,24 +34,22 @@ def claim(logdir: pathlib.Path) -> None:
     logdir = logdir.resolve()
     if logdir in _claimed:
         return
-    file = (logdir / LOCK).open("a+")
+    lock = os.open(logdir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
-        holder = file.read(200).strip() or "another program"
-        file.close()
+        holder = os.read(lock, 200).decode(errors="replace") or "another program"
+        os.close(lock)
         raise LogdirInUse(
             f"{logdir} is in use by {holder}. Wait until it has ended, or choose "
             "another --logdir."
         ) from None
     except OSError:  # A file system without locks.
-        file.close()
+        os.close(lock)
         return
-    file.truncate(0)
-    file.write(f"process {os.getpid()} of {socket.gethostname()}")
-    file.flush()
-    _claimed[logdir] = file
+    os.truncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} of {socket.gethostname()}".encode())
+    _claimed[logdir] = lock
 
 
 @contextlib.contextmanager
@@ -67,9 +64,8 @@ def kept_config(logdir: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for file in _claimed.values():
-            file.close()
-        _claimed.clear()
+        while _claimed:
+            os.close(_claimed.popitem()[1])
         same = _read(manifest) == saved
         if before and saved and same and _read(config) != before:
             # Here, because help and errors should not wait for the libraries behind it.
