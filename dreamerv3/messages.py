@@ -72,7 +72,7 @@ def files(config: elements.Config, trained: bool) -> list[str]:
     if trained:
         play = f"--script eval_only --logdir {logdir}"
         lines.append(
-            "  ckpt, replay    the checkpoint: the same command continues, and"
+            "  ckpt, replay    the policy and its training: the same command goes on,"
         )
-        lines.append(f"                  {play} plays it")
+        lines.append(f"                  and {play} plays it")
     return lines

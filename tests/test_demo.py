@@ -28,6 +28,7 @@ def test_the_demo_ends_by_saying_where_everything_is(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "mean score of the last" in done.stdout
     told = done.stdout[done.stdout.index("Written to") :]
+    assert "the policy" in told
     assert f"--script eval_only --logdir {logdir} plays" in told
     for name in ("config.yaml", "metrics.jsonl", "scores.jsonl", "ckpt", "replay"):
         assert name in told
