@@ -47,7 +47,7 @@ class TestTrain:
         assert "Training in 2 environments of grid_reach" in shown
         assert "300 steps and 76 updates in" in shown
         (row,) = [line for line in shown.splitlines() if line.startswith("  ckpt")]
-        assert row.startswith("  ckpt, replay    the checkpoint")
+        assert row.startswith("  ckpt, replay    the policy")
         assert f"--script eval_only --logdir {tmp_path} plays" in shown
         assert "metrics.jsonl" in shown
         metrics = read_metrics(tmp_path)
