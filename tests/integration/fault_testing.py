@@ -29,6 +29,7 @@ INFLIGHT = 4  # Batches of steps on their way to the replay, or to the logger.
 # Samples by which training and collecting may differ at any moment.
 IN_BETWEEN = TOLERANCE + (DRAWN_AHEAD + 1) * BATCH + RATIO * (INFLIGHT + 1) * ENVS
 WINDOW = 1000  # Steps over which both are compared.
+SLOW_WINDOW = 50  # The same in a run that saves all the time.
 
 FLAGS = ["--configs", "debug", "--script", "parallel", "--random_agent", "True"]
 FLAGS += ["--logger.outputs", "jsonl", "--run.steps", "1e9", "--run.keep", "1000"]
@@ -237,11 +238,11 @@ def check_ratio(run, lost=False, waits=True):
     """
     run.saves()
     seen = len(manifests(run.logdir))
-    first = manifests(run.logdir)[-1].meta["step"]
+    last = manifests(run.logdir)[-1].meta["step"] + (WINDOW if waits else SLOW_WINDOW)
 
     def is_enough():
         found = manifests(run.logdir)
-        return len(found) >= seen + 3 and found[-1].meta["step"] >= first + WINDOW
+        return len(found) >= seen + 3 and found[-1].meta["step"] >= last
 
     wait_until(lambda: is_enough() or not run.running, WAIT, run)
     assert run.running, run.output()
