@@ -135,10 +135,6 @@ class ManifestFiles:
                     damaged[path] = str(error)
         return [readable[tag] for tag in sorted(readable, reverse=True)], damaged
 
-    def newest_tag(self) -> str:
-        """Returns the tag of the last commit that can be read; empty without any."""
-        return max((manifest.tag for manifest in self.read()[0]), default="")
-
     def write_current(self, manifest: Manifest) -> None:
         """Commits."""
         write_file(self._root, self.current, manifest.to_bytes())

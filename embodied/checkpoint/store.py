@@ -317,11 +317,11 @@ class Checkpoint:
         be gone, although none is damaged.
         """
         for _ in range(_LOOKS - 1):
-            before = self._manifests.newest_tag()
+            before = self.last()
             try:
                 return read()
             except CheckpointError:
-                if self._manifests.newest_tag() == before:
+                if self.last() == before:
                     raise
         return read()
 
