@@ -21,7 +21,8 @@ import numpy as np
 import portal
 import psutil
 
-from embodied.rpc import BatchServer, Client, Process, Server, free_port
+from embodied.rpc import BatchServer, Client, Server, free_port
+from embodied.workers import Process
 
 BULK_BYTES = 13_000_000
 

@@ -54,9 +54,10 @@ def _clear_errors() -> Iterator[None]:
       RunError: a role has failed, everything stands still, or a key was refused.
     """
     from dreamerv3 import failures
-    from embodied.rpc import AuthError, RunFailed, RunStalled
+    from embodied.rpc import AuthError
     from embodied.run.parallel.observations import ObservationError
     from embodied.run.parallel.wiring import RoleError
+    from embodied.workers import RunFailed, RunStalled
 
     try:
         yield

@@ -16,9 +16,9 @@ from typing import Any, Self
 import numpy as np
 
 from embodied.base import Array, Env, Spaces, Tree
-from embodied.rpc.child import TERMINATED
-from embodied.rpc.workers import Process, WorkerError, stop
 from embodied.space import Space
+from embodied.workers import Process, WorkerError, stop
+from embodied.workers.child import TERMINATED
 
 CLOSE_SECONDS = 10.0  # For all environments together to close by themselves.
 DEATH_SECONDS = 10.0  # For a process whose connection has closed to be over.

@@ -1,7 +1,6 @@
-"""Processes, threads and the calls between them.
+"""Calls between processes: servers, clients, and who may connect.
 
-Names are imported on first use, so that a process that only needs `Process` does not
-load the transport.
+Names are imported on first use, so that a process loads only the transport it uses.
 """
 
 from __future__ import annotations
@@ -16,21 +15,11 @@ _WHERE = {
     "Disconnected": "calls",
     "Future": "future",
     "Keys": "auth",
-    "Policy": "policy",
-    "Process": "workers",
-    "Progress": "progress",
     "RemoteError": "calls",
-    "RunFailed": "policy",
-    "RunStalled": "policy",
     "Server": "server",
-    "Supervisor": "supervisor",
-    "Thread": "workers",
     "Unanswered": "server",
     "WireError": "wire",
-    "WorkerError": "workers",
     "free_port": "sockets",
-    "run": "workers",
-    "stop": "workers",
     "transport": "transports",
 }
 

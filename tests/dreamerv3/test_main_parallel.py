@@ -6,10 +6,11 @@ from dreamerv3 import main as program
 from dreamerv3 import rules
 from dreamerv3.config import ConfigError
 from dreamerv3.main import main
-from embodied.rpc import AuthError, RunFailed, RunStalled
+from embodied.rpc import AuthError
 from embodied.run import parallel
 from embodied.run.parallel.observations import ObservationError
 from embodied.run.parallel.wiring import RoleError
+from embodied.workers import RunFailed, RunStalled
 
 ARGV = ["--script", "parallel", "--random_agent", "True", "--logdir"]
 

@@ -105,7 +105,7 @@ class Program:
         for child in self.children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 command = child.cmdline()
-                if any(part.endswith("rpc/child.py") for part in command):
+                if any(part.endswith("workers/child.py") for part in command):
                     found[command[-1]] = child
         return found
 

@@ -8,8 +8,9 @@ import pytest
 from parallel_testing import WAIT, metrics, small, wait_until
 from tiny_testing import Parts
 
-from embodied.rpc import Client, Keys, Process, RemoteError, free_port, stop
+from embodied.rpc import Client, Keys, RemoteError, free_port
 from embodied.run.parallel import parallel_agent, parallel_logger, parallel_replay
+from embodied.workers import Process, stop
 
 
 class Roles:

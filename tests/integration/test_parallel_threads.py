@@ -8,7 +8,7 @@ SCRIPT = """
 import sys, threading
 import portal
 import embodied
-from embodied.rpc import Process, stop
+from embodied.workers import (Process, stop)
 from embodied.run.parallel import *
 from tiny_testing import Parts
 

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from embodied import rpc
+from embodied import rpc, workers
 
 FROZEN = 3.0  # Seconds; clients count as gone after one.
 
@@ -22,7 +22,7 @@ def serve(port):
 
 def test_clients_of_a_server_that_was_stopped_have_not_left():
     port = rpc.free_port()
-    with rpc.Process(serve, port) as process, rpc.Client(port) as client:
+    with workers.Process(serve, port) as process, rpc.Client(port) as client:
         assert client.left().result(60) == 0
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(FROZEN)

@@ -14,7 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
-from embodied.rpc import BatchServer, Client, Keys, Process, free_port
+from embodied.rpc import BatchServer, Client, Keys, free_port
+from embodied.workers import Process
 
 KEYS = Keys.generate()
 ROUNDS = [5, pytest.param(50, marks=pytest.mark.slow)]
@@ -120,7 +121,8 @@ def test_a_client_that_does_not_reconnect_is_told_that_the_server_died():
 PARENT = """
 import sys, threading
 sys.path[:0] = [{tests!r}]
-from embodied.rpc import Keys, Process, free_port
+from embodied.rpc import (Keys, free_port)
+from embodied.workers import Process
 from test_kill import ask_for_ever, serve
 keys, port = Keys.generate(), free_port()
 workers = [Process(serve, port, keys), Process(serve, free_port(), keys)]

@@ -21,7 +21,6 @@ from embodied.rpc import (
     BatchServer,
     Client,
     Keys,
-    Process,
     RemoteError,
     WireError,
     auth,
@@ -30,6 +29,7 @@ from embodied.rpc import (
     wire,
 )
 from embodied.rpc.session import PROTOCOL
+from embodied.workers import Process
 
 KEYS = Keys.generate()
 SCHEMA = {"image": (np.uint8, (8, 8, 3)), "reward": (np.float32, ())}

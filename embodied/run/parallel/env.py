@@ -18,20 +18,14 @@ import numpy as np
 
 from embodied.base import Env
 from embodied.driver import no_exit
-from embodied.rpc import (
-    Policy,
-    Process,
-    Progress,
-    RemoteError,
-    Supervisor,
-    WorkerError,
-)
+from embodied.rpc import RemoteError
 from embodied.run.messages import show_messages
 from embodied.run.parallel import wiring
 from embodied.run.parallel.observations import SAME_TASK, ObservationError
 from embodied.run.parallel.owners import worker_info
 from embodied.run.parallel.watching import telling_usage
 from embodied.run.signals import STOPPING, stop_on_signals
+from embodied.workers import Process, Progress, RestartPolicy, Supervisor, WorkerError
 
 MakeEnv = Callable[[int], Env]
 RUN_OVER = "RunOver"  # Type of the actor's answer when there is nothing left to do.
@@ -303,7 +297,9 @@ def add_workers(
                 functools.partial(
                     _make_worker, make, ids, args, is_eval, progress, name
                 ),
-                Policy(args.restarts["env"], hang=args.env_timeout, limits=LIMITS),
+                RestartPolicy(
+                    args.restarts["env"], hang=args.env_timeout, limits=LIMITS
+                ),
                 progress,
             )
             count += 1

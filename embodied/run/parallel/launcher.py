@@ -14,21 +14,21 @@ from typing import Any
 import cloudpickle
 
 from embodied.checkpoint import write_file
-from embodied.rpc import (
-    Policy,
-    Process,
-    Progress,
-    RunFailed,
-    Supervisor,
-    Thread,
-    WorkerError,
-)
-from embodied.rpc.thread import Worker
 from embodied.run.messages import show_messages
 from embodied.run.parallel import agent, env, replay, wiring
 from embodied.run.parallel import logger as loggers
 from embodied.run.parallel.watching import telling_usage
 from embodied.run.signals import SAVING, stop_on_signals
+from embodied.workers import (
+    Process,
+    Progress,
+    RestartPolicy,
+    RunFailed,
+    Supervisor,
+    Thread,
+    WorkerError,
+)
+from embodied.workers.thread import Worker
 
 GRACE = 10.0  # Seconds for roles to end after the agent.
 LAST_SAVE = 60.0  # Seconds for the agent to save when an environment ends the run.
@@ -133,7 +133,7 @@ def _add_process(
         role,
         lambda: Process(function, *arguments, name=role),
         # It ends well when somebody else ends it, and is needed all the same.
-        Policy(args.restarts[role], restart_on_success=True),
+        RestartPolicy(args.restarts[role], restart_on_success=True),
     )
 
 
@@ -174,7 +174,7 @@ def _add_agent(
         return thread
 
     if args.agent_process:
-        policy = Policy(args.restarts["agent"], limits={"ReplayMemoryError": 0})
+        policy = RestartPolicy(args.restarts["agent"], limits={"ReplayMemoryError": 0})
         supervisor.add("agent", "agent", make_process, policy, progress)
         threading.Thread(
             target=_pass_on,
@@ -183,7 +183,7 @@ def _add_agent(
             daemon=True,
         ).start()
     else:
-        supervisor.add("agent", "agent", make_thread, Policy(0), progress)
+        supervisor.add("agent", "agent", make_thread, RestartPolicy(0), progress)
 
 
 def _agent_process(make_agent: bytes, args: Any, progress: Progress) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import psutil
 
-from embodied.rpc import Supervisor
 from embodied.run.parallel import wiring
 from embodied.run.usage import GIGABYTE
+from embodied.workers import Supervisor
 
 END_SECONDS = 5.0
 

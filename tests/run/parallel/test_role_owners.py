@@ -7,18 +7,11 @@ import time
 import pytest
 from role_testing import WAIT, CountingAgent, FakeClient, observations, wait_until
 
-from embodied.rpc import (
-    BatchServer,
-    Client,
-    Keys,
-    Process,
-    RemoteError,
-    WireError,
-    free_port,
-)
+from embodied.rpc import BatchServer, Client, Keys, RemoteError, WireError, free_port
 from embodied.rpc.session import MAX_INFLIGHT, PROTOCOL, Sessions
 from embodied.run.parallel.actor import Actor
 from embodied.run.parallel.owners import Owners, read_info, worker_info
+from embodied.workers import Process
 
 KEYS = Keys.generate()
 TIMEOUT = 8.0

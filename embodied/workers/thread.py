@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from embodied.rpc import child
+from embodied.workers import child
 
 
 class WorkerError(RuntimeError):

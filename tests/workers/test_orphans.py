@@ -18,7 +18,7 @@ from process_testing import WAIT, is_gone, wait_for
 # Starts: script → child → (sleep, nested → sleep), and a sibling of the child.
 TREE = """
     import os, subprocess, threading
-    from embodied.rpc.workers import Process
+    from embodied.workers import Process
 
     def say(*words):
         os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -104,7 +104,7 @@ def test_a_script_needs_no_main_guard(launch, tmp_path):
         """
         import sys
         import helper
-        from embodied.rpc.workers import Process, run
+        from embodied.workers import Process, run
 
         print("script", flush=True)
 
@@ -112,7 +112,7 @@ def test_a_script_needs_no_main_guard(launch, tmp_path):
             factor = 10
 
         def work(task, x):
-            from embodied.rpc import workers
+            from embodied import workers
             print(task.factor * helper.double(x), sys.argv[0] == __file__, flush=True)
 
         def fail():
@@ -155,7 +155,7 @@ def test_kill_9_of_the_parent_ends_a_child_that_hangs_with_the_gil(launch):
     script = launch(
         """
         import threading
-        from embodied.rpc.workers import Process
+        from embodied.workers import Process
 
         def hang():
             import ctypes
@@ -175,7 +175,7 @@ def test_a_script_that_ends_takes_its_processes_along(launch):
     script = launch(
         """
         import subprocess, threading
-        from embodied.rpc.workers import Process
+        from embodied.workers import Process
 
         def work():
             subprocess.Popen(["sleep", "600"])
@@ -199,7 +199,7 @@ def test_sigint_to_the_parents_group_leaves_the_decision_to_the_parent(launch):
     script = launch(
         """
         import os, socket, threading
-        from embodied.rpc.workers import Process
+        from embodied.workers import Process
 
         here, there = socket.socketpair()
 
@@ -227,7 +227,7 @@ def test_an_interrupt_stops_the_children_before_it_propagates(launch):
     script = launch(
         """
         import threading
-        from embodied.rpc.workers import Process, run
+        from embodied.workers import Process, run
 
         def work():
             try:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
-from embodied.rpc import child
-from embodied.rpc import process as processes
-from embodied.rpc.policy import Policy, RunFailed, RunStalled, Status
-from embodied.rpc.process import Process
-from embodied.rpc.progress import Progress
-from embodied.rpc.thread import Worker, WorkerError, error_from
+from embodied.workers import child
+from embodied.workers import process as processes
+from embodied.workers.process import Process
+from embodied.workers.progress import Progress
+from embodied.workers.restarts import RestartPolicy, RunFailed, RunStalled, Status
+from embodied.workers.thread import Worker, WorkerError, error_from
 
 INTERRUPTED_GRACE = 1.0  # Seconds; who interrupts does not want to wait.
 
@@ -29,7 +29,7 @@ class _Slot:
     name: str
     role: str
     make_worker: Callable[[], Worker]
-    policy: Policy
+    policy: RestartPolicy
     progress: Progress | None
     worker: Worker | None = None
     started: float = 0.0
@@ -52,8 +52,9 @@ class Supervisor:
     """Starts workers, restarts those that fail or hang, and stops all in the end.
 
         with Supervisor(stall_timeout=1800) as supervisor:
-          supervisor.add('replay', 'replay', make_replay, Policy(restarts=3))
-          supervisor.add('env-0', 'env', make_env, Policy(10, hang=300), progress)
+          supervisor.add('replay', 'replay', make_replay, RestartPolicy(restarts=3))
+          rules = RestartPolicy(10, hang=300)
+          supervisor.add('env-0', 'env', make_env, rules, progress)
           supervisor.run(until=stop_event)
 
     The thread that calls `run` supervises. It sleeps until a worker ends, until it is
@@ -100,7 +101,7 @@ class Supervisor:
         name: str,
         role: str,
         make_worker: Callable[[], Worker],
-        policy: Policy,
+        policy: RestartPolicy,
         progress: Progress | None = None,
     ) -> None:
         """Adds a worker, before `start`.
@@ -119,8 +120,8 @@ class Supervisor:
             raise ValueError(f"Worker names must be unique, '{name}' is there twice.")
         if policy.hang and progress is None:
             raise ValueError(
-                f"Policy(hang={policy.hang:g}) of worker '{name}' needs a Progress to "
-                "look at: pass it as `progress` and to the worker."
+                f"RestartPolicy(hang={policy.hang:g}) of worker '{name}' needs a "
+                "Progress to look at: pass it as `progress` and to the worker."
             )
         self._slots.append(_Slot(name, role, make_worker, policy, progress))
 

@@ -26,16 +26,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from process_testing import WAIT, Line, fail_with, is_gone, wait_for, wait_forever
 
-from embodied.rpc import (
-    Policy,
+from embodied.workers import (
+    Process,
     Progress,
+    RestartPolicy,
     RunFailed,
     RunStalled,
     Supervisor,
+    Thread,
+    WorkerError,
 )
-from embodied.rpc.workers import Process, Thread, WorkerError
 
-QUICK = Policy(restarts=1000, backoff=0.01, backoff_limit=0.05)
+QUICK = RestartPolicy(restarts=1000, backoff=0.01, backoff_limit=0.05)
 ROUNDS = [5, pytest.param(50, marks=pytest.mark.slow)]
 
 
@@ -90,16 +92,16 @@ def reporter(progress, then="step"):
 class TestPolicy:
     @given(st.floats(0.001, 100), st.floats(0.001, 100), st.integers(1, 10**6))
     def test_the_delay_doubles_up_to_its_limit(self, backoff, limit, count):
-        policy = Policy(restarts=3, backoff=backoff, backoff_limit=limit)
+        policy = RestartPolicy(restarts=3, backoff=backoff, backoff_limit=limit)
         assert policy.delay(1) == min(backoff, limit)
         assert policy.delay(count + 1) == min(2 * policy.delay(count), limit)
 
     @pytest.mark.parametrize("name", ["restarts", "window", "backoff", "hang"])
     def test_values_are_checked(self, name):
         with pytest.raises(ValueError, match=f"{name} of at least 0, got -1"):
-            Policy(**{"restarts": 3, name: -1})
+            RestartPolicy(**{"restarts": 3, name: -1})
         with pytest.raises(ValueError, match="got nan"):
-            Policy(restarts=3, hang=math.nan)
+            RestartPolicy(restarts=3, hang=math.nan)
 
 
 class TestProgress:
@@ -181,7 +183,7 @@ class TestEnding:
 
     def test_success_is_restarted_if_the_policy_says_so(self):
         restarts = queue.SimpleQueue()
-        policy = Policy(restarts=0, backoff=0.01, restart_on_success=True)
+        policy = RestartPolicy(restarts=0, backoff=0.01, restart_on_success=True)
         supervisor = Supervisor(on_restart=lambda *args: restarts.put(args))
         supervisor.add("again", "env", make(print), policy)
         with running(supervisor):
@@ -309,7 +311,7 @@ class TestEnding:
                     say("cleaned")
 
             supervisor = Supervisor(grace=30)
-            supervisor.add("a", "env", lambda: Process(work), Policy(restarts=3))
+            supervisor.add("a", "env", lambda: Process(work), RestartPolicy(restarts=3))
             try:
                 supervisor.run()
             except KeyboardInterrupt:
@@ -331,7 +333,9 @@ class TestMisuse:
         with pytest.raises(ValueError, match="'env-0' is there twice"):
             supervisor.add("env-0", "env", make(print), QUICK)
         with pytest.raises(ValueError, match="'env-1' needs a Progress"):
-            supervisor.add("env-1", "env", make(print), Policy(restarts=3, hang=1))
+            supervisor.add(
+                "env-1", "env", make(print), RestartPolicy(restarts=3, hang=1)
+            )
         with pytest.raises(ValueError, match=r"stall_timeout=10 .* Progress"):
             supervisor.run()
         supervisor.add("env-1", "env", make(print), QUICK, Progress())
@@ -377,7 +381,7 @@ class TestRestarts:
             starts.append(time.monotonic())
             return Thread(fail_with(ValueError("again")))
 
-        policy = Policy(restarts=6, backoff=0.05, backoff_limit=0.2)
+        policy = RestartPolicy(restarts=6, backoff=0.05, backoff_limit=0.2)
         supervisor = Supervisor()
         supervisor.add("env-0", "env", make_worker, policy)
         with pytest.raises(RunFailed):
@@ -399,7 +403,7 @@ class TestRestarts:
             threading.Event().wait(seconds)
             raise ValueError("again")
 
-        policy = Policy(restarts=6, backoff=0.05, backoff_limit=100, steady=0.5)
+        policy = RestartPolicy(restarts=6, backoff=0.05, backoff_limit=100, steady=0.5)
         supervisor = Supervisor()
         supervisor.add("env-0", "env", make_worker, policy)
         with pytest.raises(RunFailed):
@@ -424,7 +428,7 @@ class TestRestarts:
 
         supervisor = Supervisor(grace=WAIT)
         supervisor.add("other", "replay", make(work, line.fd, fds=[line.fd]), QUICK)
-        policy = Policy(restarts=2, backoff=0.01)
+        policy = RestartPolicy(restarts=2, backoff=0.01)
         supervisor.add("env-3", "env", make(fail), policy)
         with pytest.raises(RunFailed) as info:
             supervisor.run()
@@ -444,7 +448,7 @@ class TestRestarts:
     def test_some_kinds_of_failures_have_limits_of_their_own(self):
         errors = [KeyError("a"), OSError("b"), KeyError("c"), KeyError("d")]
         made = iter(errors)
-        policy = Policy(restarts=10, backoff=0.01, limits={"KeyError": 2})
+        policy = RestartPolicy(restarts=10, backoff=0.01, limits={"KeyError": 2})
         supervisor = Supervisor()
         supervisor.add("env", "env", lambda: Thread(fail_with(next(made))), policy)
         with pytest.raises(RunFailed, match=r"3 times KeyError.*2 restarts") as info:
@@ -454,7 +458,7 @@ class TestRestarts:
 
     def test_old_failures_do_not_count(self):
         count = itertools.count()
-        policy = Policy(restarts=1, backoff=0.2, backoff_limit=0.2, window=0.15)
+        policy = RestartPolicy(restarts=1, backoff=0.2, backoff_limit=0.2, window=0.15)
 
         def make_worker():
             return Thread(print if next(count) == 5 else fail_with(ValueError("again")))
@@ -467,7 +471,9 @@ class TestRestarts:
     def test_the_error_of_a_thread_is_chained(self):
         cause = ValueError("broken")
         supervisor = Supervisor()
-        supervisor.add("agent", "agent", lambda: Thread(fail_with(cause)), Policy(0))
+        supervisor.add(
+            "agent", "agent", lambda: Thread(fail_with(cause)), RestartPolicy(0)
+        )
         with pytest.raises(RunFailed, match=r"'agent'.*ValueError: broken") as info:
             supervisor.run()
         assert info.value.__cause__ is cause
@@ -481,7 +487,7 @@ class TestRestarts:
             return Thread(fail_with(ValueError("first")))
 
         supervisor = Supervisor()
-        supervisor.add("env-0", "env", make_worker, Policy(2, backoff=0.01))
+        supervisor.add("env-0", "env", make_worker, RestartPolicy(2, backoff=0.01))
         with pytest.raises(RunFailed, match=r"3 failures.*OSError: no port left"):
             supervisor.run()
         assert next(count) == 3
@@ -496,7 +502,7 @@ class TestRestarts:
         seen = []
         supervisor = Supervisor(on_failure=look)
         supervisor.add("logger", "logger", make(wait_forever()), QUICK)
-        supervisor.add("env-0", "env", make(fail), Policy(restarts=0))
+        supervisor.add("env-0", "env", make(fail), RestartPolicy(restarts=0))
         with pytest.raises(RunFailed, match="broken"):
             supervisor.run()
         ((role, state),) = seen
@@ -506,7 +512,7 @@ class TestRestarts:
     def test_stop_during_the_back_off(self):
         decided = threading.Event()
         supervisor = Supervisor(on_restart=lambda *_: decided.set())
-        policy = Policy(restarts=3, backoff=1000, backoff_limit=1000)
+        policy = RestartPolicy(restarts=3, backoff=1000, backoff_limit=1000)
         supervisor.add("env-0", "env", make(fail_with(ValueError("x"))), policy)
         start = time.monotonic()
         with running(supervisor):
@@ -559,7 +565,7 @@ class TestHangs:
         restarts = queue.SimpleQueue()
         progress = Progress()
         supervisor = Supervisor(on_restart=lambda *args: restarts.put(args))
-        policy = Policy(restarts=9, backoff=0.01, hang=0.5)
+        policy = RestartPolicy(restarts=9, backoff=0.01, hang=0.5)
         supervisor.add("env-0", "env", reporter(progress, "hang"), policy, progress)
         supervisor.add("env-1", "env", make(wait_forever()), QUICK)
         with running(supervisor):
@@ -578,7 +584,7 @@ class TestHangs:
         supervisor = Supervisor(
             on_restart=lambda *_: restarts.put(time.monotonic() - progress.stepped)
         )
-        policy = Policy(restarts=9, backoff=100, backoff_limit=100, hang=0.5)
+        policy = RestartPolicy(restarts=9, backoff=100, backoff_limit=100, hang=0.5)
         supervisor.add("env-0", "env", reporter(progress, "hang"), policy, progress)
         with running(supervisor):
             assert 0.5 <= restarts.get(timeout=WAIT) < 5.0
@@ -587,7 +593,7 @@ class TestHangs:
     def test_steps_and_waiting_are_no_hang(self, then):
         progress = Progress()
         supervisor = Supervisor()
-        policy = Policy(restarts=0, hang=2.0)
+        policy = RestartPolicy(restarts=0, hang=2.0)
         supervisor.add("env-0", "env", reporter(progress, then), policy, progress)
         with running(supervisor) as thread:
             wait_for(lambda: status_of(supervisor, "env-0").state == "running")
@@ -600,7 +606,7 @@ class TestHangs:
     def test_watching_takes_no_time(self):
         progress = Progress()
         supervisor = Supervisor(stall_timeout=100)
-        policy = Policy(restarts=0, hang=100)
+        policy = RestartPolicy(restarts=0, hang=100)
         supervisor.add("env-0", "env", reporter(progress), policy, progress)
         with running(supervisor) as thread:
             wait_for(lambda: progress.stepped)
@@ -612,7 +618,7 @@ class TestHangs:
     def test_a_stopped_process_hangs_also_while_it_waits(self, then):
         progress = Progress()
         supervisor = Supervisor()
-        policy = Policy(restarts=9, backoff=0.01, hang=1.0)
+        policy = RestartPolicy(restarts=9, backoff=0.01, hang=1.0)
         supervisor.add("env-0", "env", reporter(progress, then), policy, progress)
         with running(supervisor):
             wait_for(lambda: progress.stepped and progress.waits == (then == "beat"))
@@ -625,7 +631,7 @@ class TestHangs:
     def test_the_first_report_may_take_longer(self):
         start = time.monotonic()
         supervisor = Supervisor()
-        policy = Policy(restarts=0, hang=0.2, startup=0.8)
+        policy = RestartPolicy(restarts=0, hang=0.2, startup=0.8)
         progress = Progress()
         supervisor.add("env-0", "env", make(wait_forever()), policy, progress)
         with pytest.raises(RunFailed, match=r"has reported nothing in \d+\.\d s since"):
@@ -642,7 +648,7 @@ class TestHangs:
             return reporter(progress, "wait")()
 
         supervisor = Supervisor()
-        policy = Policy(restarts=1, backoff=0.01, hang=0.5, startup=10.0)
+        policy = RestartPolicy(restarts=1, backoff=0.01, hang=0.5, startup=10.0)
         supervisor.add("env-0", "env", make_worker, policy, progress)
         with pytest.raises(RunFailed, match="has reported nothing in"):
             with running(supervisor) as thread:
@@ -658,7 +664,7 @@ class TestHangs:
             release.wait()
 
         supervisor = Supervisor(grace=0.1)
-        policy = Policy(restarts=9, hang=0.3)
+        policy = RestartPolicy(restarts=9, hang=0.3)
         supervisor.add("agent", "agent", lambda: Thread(work), policy, progress)
         with pytest.raises(RunFailed, match=r"'agent'.*a thread cannot be killed"):
             supervisor.run()
@@ -679,7 +685,7 @@ class TestHangs:
             supervisor = Supervisor()
             supervisor.add(
                 "a", "env", lambda: Process(work, progress, fds=[progress.fd]),
-                Policy(restarts=0, hang=1.0), progress,
+                RestartPolicy(restarts=0, hang=1.0), progress,
             )
             supervisor.run(duration=5)
             """,
@@ -699,7 +705,7 @@ class TestStall:
     def test_the_run_ends_when_nobody_progresses(self):
         stepping, waiting, silent = Progress(), Progress(), Progress()
         supervisor = Supervisor(grace=0.2, stall_timeout=2.0)
-        policy = Policy(restarts=0, hang=100)
+        policy = RestartPolicy(restarts=0, hang=100)
         add = supervisor.add
         add("env-0", "env", reporter(stepping), QUICK, stepping)
         add("env-1", "env", reporter(waiting, "wait"), policy, waiting)
@@ -753,7 +759,7 @@ class TestKills:
         randomness = random.Random(rounds)
         supervisor = Supervisor()
         progresses = {f"env-{index}": Progress() for index in range(3)}
-        policy = Policy(1000, backoff=0.01, backoff_limit=0.01, hang=60)
+        policy = RestartPolicy(1000, backoff=0.01, backoff_limit=0.01, hang=60)
         for name, progress in progresses.items():
             fds = [progress.fd, line.fd]
             worker = make(work, progress, line.fd, fds=fds)
@@ -801,7 +807,8 @@ class TestKills:
                 supervisor.add(
                     f"env-{index}", "env",
                     lambda p=progress: Process(work, p, fds=[p.fd]),
-                    Policy(1000, backoff=0.01, backoff_limit=0.01, hang=5), progress,
+                    RestartPolicy(1000, backoff=0.01, backoff_limit=0.01, hang=5),
+                    progress,
                 )
             supervisor.run()
             """
@@ -828,8 +835,8 @@ def launch(tmp_path, code, **options):
     path = tmp_path / "script.py"
     head = """
         import os
-        from embodied.rpc import Policy, Progress, Supervisor
-        from embodied.rpc.workers import Process
+        from embodied.workers import (Progress, RestartPolicy, Supervisor)
+        from embodied.workers import Process
 
         def say(*words):
             os.write(1, (" ".join(map(str, words)) + "\\n").encode())

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from process_testing import WAIT, Line, fail_with, wait_for, wait_forever
 
-from embodied.rpc.workers import Process, Thread, WorkerError, run
+from embodied.workers import Process, Thread, WorkerError, run
 
 
 @pytest.fixture
@@ -170,14 +170,14 @@ class TestErrors:
             raise ValueError("deep")
 
         def outer():
-            from embodied.rpc.workers import Process
+            from embodied.workers import Process
 
             run([Process(inner, name="inner")])
 
         process = Process(outer, name="outer", start=True)
         assert process.join(WAIT)
         text = str(process.error)
-        assert "Worker 'outer' failed with embodied.rpc.thread.WorkerError" in text
+        assert "Worker 'outer' failed with embodied.workers.thread.WorkerError" in text
         assert "Worker 'inner' failed with ValueError: deep" in text
 
     def test_an_exception_while_unpickling_is_reported(self):

@@ -1,15 +1,15 @@
-"""What a supervisor does when workers fail, and what it says. The launching process."""
+"""Restart rules of supervised workers, and how a run fails. Launching process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from embodied.rpc.thread import WorkerError
+from embodied.workers.thread import WorkerError
 
 
 @dataclass(frozen=True)
-class Policy:
+class RestartPolicy:
     """When a worker is restarted. All times are in seconds.
 
     Attributes:
@@ -41,7 +41,9 @@ class Policy:
         numbers = {key: value for key, value in vars(self).items() if key != "limits"}
         for name, value in (*numbers.items(), *self.limits.items()):
             if not value >= 0:
-                raise ValueError(f"Policy expected {name} of at least 0, got {value}.")
+                raise ValueError(
+                    f"RestartPolicy expected {name} of at least 0, got {value}."
+                )
 
     def delay(self, count: int) -> float:
         """Seconds before the restart that is number `count` in a row."""

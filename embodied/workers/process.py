@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from typing import Any
 
 import cloudpickle
 
-from embodied.rpc import child
-from embodied.rpc.thread import Worker, WorkerError, error_from, exit_reason
+from embodied.workers import child
+from embodied.workers.thread import Worker, WorkerError, error_from, exit_reason
 
 # What SIGKILL does not end by then hangs in the kernel, and nobody can end it.
 KILL_SECONDS = 10.0
@@ -226,3 +227,37 @@ def _signal_reason(number: int) -> str:
     if number == signal.SIGKILL:
         name += ", from outside or because the system ran out of memory"
     return f"was killed by {name}."
+
+
+def run(
+    workers: Iterable[Worker], duration: float | None = None, grace: float = 5.0
+) -> None:
+    """Runs workers until all have ended well or the first one fails.
+
+    Whatever ends the wait, an interrupt included, the processes that are still
+    running are stopped. Threads cannot be: those that nobody told to return are left
+    behind as daemons.
+
+    Args:
+      workers: processes and threads; those not started yet are started.
+      duration: seconds after which everything is stopped; None or 0 for no limit.
+      grace: seconds between SIGTERM and SIGKILL for processes that are stopped.
+
+    Raises:
+      WorkerError: of the worker that failed first.
+    """
+    workers = list(workers)
+    ended: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    deadline = time.monotonic() + duration if duration else None
+    try:
+        for worker in workers:
+            if not worker.started:
+                worker.start()
+            worker.on_exit(ended.put)
+        for _ in workers:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ended.get(timeout=left).check()
+    except queue.Empty:
+        pass  # The duration is over.
+    finally:
+        stop(workers, grace)

@@ -15,7 +15,7 @@ import time
 import pytest
 from process_testing import WAIT, Line, fail_with, wait_forever
 
-from embodied.rpc.workers import Process, Thread, WorkerError, run
+from embodied.workers import Process, Thread, WorkerError, run
 
 
 @pytest.fixture

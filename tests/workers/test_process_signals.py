@@ -15,7 +15,7 @@ import psutil
 import pytest
 from process_testing import WAIT, Line, is_gone, wait_for, wait_forever
 
-from embodied.rpc.workers import Process, stop
+from embodied.workers import Process, stop
 
 
 @pytest.fixture
