@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import operator
 import os
 import threading
@@ -126,6 +127,14 @@ class Replay:
     def __len__(self) -> int:
         with self._changed:
             return 0 if self._index is None else len(self._index.items)
+
+    @property
+    def capacity(self) -> float:
+        """Items that can be stored; infinite as long as that is not known."""
+        with self._changed:
+            if self._index is not None:
+                return self._index.capacity
+        return self._settings.capacity or math.inf
 
     def __bool__(self) -> bool:
         return True  # An empty buffer is still the one that was given.

@@ -1,6 +1,6 @@
 """Limiters: hold back inserts or samples, whichever is ahead. The replay's process.
 
-    limiter = limiters.make(train_ratio / batch_length, 4 * batch_size, batch_size)
+    limiter = limiters.make(train_ratio / batch_length, 4 * batch_size, 1024)
 
     if limiter.insert(len(steps)):            # Threads that store steps.
       replay.add_batch(steps, workers)        # If it raises: limiter.withdraw.
@@ -32,35 +32,28 @@ class Limiter:
     """Counts inserts and samples; subclasses say when each side may go on.
 
     Samples wait until `min_size` sequences are stored. Inserts never wait before
-    that, but count: a run that starts first makes up for the steps that were needed
-    to fill the first batch, so that the ratio holds for the whole run.
+    that, and both counts begin there: nothing is made up for the steps before.
 
     Each side is served in the order of arrival, so a large group of inserts does not
     starve among small ones. Threads wait on conditions and use no time meanwhile.
     `_lock` guards all state; any thread may call any method.
 
     Args:
-      min_size: stored sequences from which on samples may be drawn, usually one batch.
-      capacity: sequences that can be stored at all; checked against `min_size`.
+      min_size: stored sequences from which on samples may be drawn.
     """
 
-    def __init__(self, min_size: int, capacity: int | None = None):
+    def __init__(self, min_size: int):
         name = type(self).__name__
         if operator.index(min_size) < 1:
             raise ValueError(f"{name} expected min_size >= 1, got {min_size}.")
-        if capacity is not None and capacity < min_size:
-            raise ValueError(
-                f"{name} would wait for ever: sampling begins at min_size={min_size} "
-                f"sequences, but the replay buffer holds {capacity} at most. Raise "
-                "the capacity, or lower the batch size."
-            )
         self._min_size = min_size
         self._lock = threading.Lock()
         self._inserters = Turns(self._lock)
         self._samplers = Turns(self._lock)
-        self._size = 0
+        self._filled = False  # Whether there is enough to sample from.
         self._inserts = 0
         self._samples = 0
+        self._begun = False  # Whether `min_size` was reached, and counts are real.
         self._open = 0  # Threads that have inserts let through.
 
     def insert(self, amount: int, timeout: float | None = None) -> bool:
@@ -108,14 +101,22 @@ class Limiter:
         with self._lock:
             return self._samplers.free() and self._may_sample()
 
-    def available(self, size: int) -> None:
+    def available(self, size: int, capacity: float = math.inf) -> None:
         """Tells how many sequences are stored. Call it after every change.
 
         Where threads race, a number that comes late is put right by the next one;
         inserts do not wait meanwhile.
+
+        Args:
+          size: sequences that are stored.
+          capacity: sequences that can be stored; where they are fewer than
+            `min_size`, they are enough.
         """
         with self._lock:
-            self._size = operator.index(size)
+            self._filled = operator.index(size) >= min(self._min_size, capacity)
+            if not self._begun and self._filled:
+                self._begun = True
+                self._inserts = 0
             self._samplers.wake()
             self._inserters.wake()
 
@@ -195,6 +196,7 @@ class Limiter:
         with self._lock:
             self._inserts = int(data["inserts"]) if same else 0
             self._samples = int(data["samples"]) if same else 0
+            self._begun = self._samples > 0
             self._samplers.wake()
             self._inserters.wake()
 
@@ -219,9 +221,6 @@ class Limiter:
     def _may_sample(self) -> bool:
         raise NotImplementedError(f"{type(self).__name__}._may_sample")
 
-    def _filled(self) -> bool:
-        return self._size >= self._min_size
-
     def _ahead(self) -> Fraction:
         return self._samples - self._ratio() * self._inserts
 
@@ -245,8 +244,8 @@ class SamplesPerInsert(Limiter):
 
     From that follows, for batches of at most B samples and groups of at most n steps:
 
-    - −max(tolerance, ratio · n) ≤ ahead ≤ B, once the samples for the steps of the
-      first batch are drawn; a refund, by its amount, may lead below.
+    - −max(tolerance, ratio · n) ≤ ahead ≤ B; a refund, by its amount, may lead
+      below.
     - Nothing deadlocks: samples wait only while ahead > 0 or too little is stored,
       inserts only while ahead < 0 and enough is stored.
     - Whenever the sampling side waits, 0 < ahead ≤ B: the number of samples is the
@@ -261,9 +260,8 @@ class SamplesPerInsert(Limiter):
 
     Args:
       samples_per_insert: sequences drawn per step stored.
-      tolerance: samples by which inserts may run ahead, at least `min_size`.
-      min_size: stored sequences from which on samples may be drawn: one batch.
-      capacity: sequences that can be stored at all; checked against `min_size`.
+      tolerance: samples by which inserts may run ahead, usually four batches.
+      min_size: stored sequences from which on samples may be drawn.
     """
 
     def __init__(
@@ -271,20 +269,17 @@ class SamplesPerInsert(Limiter):
         samples_per_insert: float,
         tolerance: float,
         min_size: int,
-        capacity: int | None = None,
     ):
-        super().__init__(min_size, capacity)
+        super().__init__(min_size)
         if not (samples_per_insert > 0 and math.isfinite(samples_per_insert)):
             raise ValueError(
                 "SamplesPerInsert expected a ratio above 0 and finite, got "
                 f"{samples_per_insert}. For no limit, use Unlimited."
             )
-        if not (tolerance >= min_size and math.isfinite(tolerance)):
+        if not (tolerance >= 1 and math.isfinite(tolerance)):
             raise ValueError(
-                f"SamplesPerInsert expected a tolerance of at least {min_size} "
-                f"(min_size, one batch of samples) and finite, got {tolerance}. With "
-                "less, both sides would wait for each other at every batch. Usual "
-                f"are four batches: tolerance={4 * min_size}."
+                "SamplesPerInsert expected a tolerance of at least 1 sample and "
+                f"finite, got {tolerance}. Usual are four batches of samples."
             )
         self._samples_per_insert = as_fraction(samples_per_insert)
         self._tolerance = as_fraction(tolerance)
@@ -295,21 +290,20 @@ class SamplesPerInsert(Limiter):
     def _may_insert(self, amount: int) -> bool:
         ahead = self._ahead()
         return (
-            not self._filled()
+            not self._filled
             or ahead >= 0
             or ahead - self._ratio() * amount >= -self._tolerance
         )
 
     def _may_sample(self) -> bool:
-        return self._filled() and self._ahead() <= 0
+        return self._filled and self._ahead() <= 0
 
 
 class Unlimited(Limiter):
     """Holds back nothing but samples while fewer than `min_size` sequences are stored.
 
     Args:
-      min_size: stored sequences from which on samples may be drawn, usually one batch.
-      capacity: sequences that can be stored at all; checked against `min_size`.
+      min_size: stored sequences from which on samples may be drawn.
     """
 
     def _ratio(self) -> Fraction:
@@ -319,19 +313,14 @@ class Unlimited(Limiter):
         return True
 
     def _may_sample(self) -> bool:
-        return self._filled()
+        return self._filled
 
 
-def make(
-    samples_per_insert: float,
-    tolerance: float,
-    min_size: int,
-    capacity: int | None = None,
-) -> Limiter:
+def make(samples_per_insert: float, tolerance: float, min_size: int) -> Limiter:
     """Returns a SamplesPerInsert limiter, or an Unlimited one if the ratio is ≤ 0."""
     if samples_per_insert <= 0:
-        return Unlimited(min_size, capacity)
-    return SamplesPerInsert(samples_per_insert, tolerance, min_size, capacity)
+        return Unlimited(min_size)
+    return SamplesPerInsert(samples_per_insert, tolerance, min_size)
 
 
 def as_fraction(value: float) -> Fraction:

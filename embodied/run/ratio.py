@@ -21,8 +21,9 @@ class TrainRatio:
           train()
           ratio.trained(1)
 
-    The first batch is due as soon as one batch of sequences is stored. From there on
-    trained time steps are counted against environment steps, those before included:
+    The first batch is due as soon as `start` sequences are stored. From there on
+    trained time steps are counted against environment steps; those before count for
+    nothing:
 
         0 < trained − ratio · steps ≤ batch        whenever nothing is due
 
@@ -35,9 +36,10 @@ class TrainRatio:
       ratio: trained time steps per environment step.
       batch_size: sequences in a batch.
       batch_length: trained time steps of each.
+      start: stored sequences from which on there is training.
     """
 
-    def __init__(self, ratio: float, batch_size: int, batch_length: int):
+    def __init__(self, ratio: float, batch_size: int, batch_length: int, start: int):
         if not math.isfinite(ratio):
             raise ValueError(f"TrainRatio expected a finite ratio, got {ratio}.")
         if batch_size < 1 or batch_length < 1:
@@ -45,11 +47,14 @@ class TrainRatio:
                 "TrainRatio expected a batch of at least 1 sequence of 1 step, got "
                 f"batch_size={batch_size} and batch_length={batch_length}."
             )
+        if start < 1:
+            raise ValueError(f"TrainRatio expected start >= 1, got {start}.")
         self._ratio = as_fraction(ratio)
-        self._batch_size = batch_size
+        self._start = start
         self._batch = batch_size * batch_length
         self._steps = 0  # Of environments.
         self._trained = 0  # Time steps.
+        self._begun = False  # Whether `start` was reached, and counts are real.
         self._fresh = False  # Whether there were steps since the last batch.
 
     def collected(self, steps: int) -> None:
@@ -63,16 +68,19 @@ class TrainRatio:
         if self._ratio > 0:
             self._trained += batches * self._batch
 
-    def due(self, stored: int) -> int:
+    def due(self, stored: int, capacity: float = math.inf) -> int:
         """Returns how many batches to train now.
 
         Args:
-          stored: sequences that can be sampled. While they are fewer than a batch,
-            nothing is due.
+          stored: sequences that can be sampled.
+          capacity: sequences that can be stored; where they are fewer than `start`,
+            they are enough.
         """
-        # Counts that begin anew have nothing to make up for before there are steps.
-        if stored < self._batch_size or not self._steps:
-            return 0
+        if not self._begun:
+            # Counts that begin anew wait for a first step, too.
+            if stored < min(self._start, capacity) or not self._steps:
+                return 0
+            self._begun, self._steps = True, 0
         if self._ratio <= 0:
             return int(self._fresh)
         # One batch is due while trained ≤ ratio · steps, so the first one at once.
@@ -102,3 +110,4 @@ class TrainRatio:
             )
         self._steps = int(data["steps"]) if same else 0
         self._trained = int(data["trained"]) if same else 0
+        self._begun = self._trained > 0

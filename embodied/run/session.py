@@ -65,8 +65,7 @@ class Session:
     def train(self, *clocks: LocalClock) -> None:
         """Makes the updates that are due, as far as there is nothing else to do.
 
-        The first batch comes with those for all steps before it, which may take
-        minutes. A signal or the duration ends them; what is not made stays due.
+        A signal or the duration ends them; what is not made stays due.
 
         Args:
           clocks: once one of them is due, further updates wait for the next call.
@@ -136,7 +135,8 @@ class Session:
         )
 
     def _due(self) -> int:
-        return self.ratio.due(len(self.replays[TRAIN_REPLAY]))
+        replay = self.replays[TRAIN_REPLAY]
+        return self.ratio.due(len(replay), replay.capacity)
 
 
 @contextlib.contextmanager
@@ -170,7 +170,12 @@ def open_session(
         agent = make_agent()
         replays = {name: make() for name, make in make_replays.items()}
         replay = replays[TRAIN_REPLAY]
-        ratio = TrainRatio(args.train_ratio, args.batch_size, args.batch_length)
+        ratio = TrainRatio(
+            args.train_ratio,
+            args.batch_size,
+            args.batch_length,
+            start=args.batch_size * args.batch_length,
+        )
         checkpoint = RunCheckpoint(
             args, logger.step, agent, {**replays, "ratio": ratio}
         )

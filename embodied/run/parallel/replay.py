@@ -58,8 +58,9 @@ class ReplayRole:
         self._replays = {TRAIN_REPLAY: train, EVAL_REPLAY: evaluation}
         self._train, self._eval = train, evaluation
         self._batch = args.batch_size
+        self._start = args.batch_size * args.batch_length
         self.limiter = limiters.make(
-            args.train_ratio / args.batch_length, 4 * args.batch_size, args.batch_size
+            args.train_ratio / args.batch_length, 4 * args.batch_size, self._start
         )
         self._streams = {
             "train": make_stream(train, "train"),
@@ -94,7 +95,7 @@ class ReplayRole:
         except BaseException:
             self.limiter.withdraw(len(rows))
             raise
-        self.limiter.available(len(self._train))
+        self.limiter.available(len(self._train), self._train.capacity)
         if not self._filled:
             self._tell_filling()
 
@@ -131,7 +132,7 @@ class ReplayRole:
                 replay.load(parts[name])
         if LIMITER in parts:
             self.limiter.load(parts[LIMITER])
-        self.limiter.available(len(self._train))
+        self.limiter.available(len(self._train), self._train.capacity)
         if len(self._train):
             logger.info("The replay has %d sequences from before.", len(self._train))
 
@@ -228,12 +229,12 @@ class ReplayRole:
             return next(self._streams[mode])
 
     def _tell_filling(self) -> None:
-        have = len(self._train)
-        if have >= self._batch:
+        have, need = len(self._train), min(self._start, self._train.capacity)
+        if have >= need:
             self._filled = True
-            logger.info("The replay has enough for a batch: training begins.")
+            logger.info("The replay has %d sequences: training begins.", have)
         elif self._note():
-            logger.info("Filling the replay: %d of %d sequences.", have, self._batch)
+            logger.info("Filling the replay: %d of %d sequences.", have, need)
 
 
 def parallel_replay(
