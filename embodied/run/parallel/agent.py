@@ -64,9 +64,9 @@ def run_agent(
     learner.start()
     learner.join()
     actor.join(LEAVE_SECONDS)
-    failure = vars(barrier).get("failure")
+    failure = Ending(barrier, "agent", "launcher").failure
     if failure is not None:
-        raise failure[1]
+        raise failure
 
 
 def _abandon(abandon: threading.Event, barrier: threading.Barrier) -> None:

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Self
+
+
+@dataclasses.dataclass
+class _Shared:
+    """What the sides of one barrier tell each other beside meeting at it."""
+
+    failure: tuple[str, BaseException] | None = None  # Who failed first, and how.
+    abandoned: bool = False
+    called_off: bool = False
+    callbacks: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+
+# The sides have nothing in common but the barrier, which the caller has made.
+_SHARED: weakref.WeakKeyDictionary[threading.Barrier, _Shared]
+_SHARED = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()  # Guards the dictionary, and all failures.
 
 
 class Ending:
@@ -17,9 +35,9 @@ class Ending:
             ...
           ending.meet()            # When the run is over.
 
-    Whoever fails breaks the barrier, and the other one fails with the same error. What
-    the two sides share beside the barrier is kept in attributes of it. The first time
-    they may not meet at all: the learner calls it off if it is told to end before.
+    Whoever fails breaks the barrier, and the other one fails with the same error. The
+    first time they may not meet at all: the learner calls it off if it is told to end
+    before.
 
     Args:
       barrier: of two, new.
@@ -33,6 +51,8 @@ class Ending:
                 f"Actor and learner expected a barrier of 2, got {barrier.parties}."
             )
         self._barrier = barrier
+        with _LOCK:
+            self._shared = _SHARED.setdefault(barrier, _Shared())
         self._name = name
         self._other = other
 
@@ -51,7 +71,12 @@ class Ending:
     @property
     def abandoned(self) -> bool:
         """Whether all is to end at once."""
-        return "abandoned" in vars(self._barrier)
+        return self._shared.abandoned
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The first error of either side."""
+        return self._shared.failure[1] if self._shared.failure else None
 
     def meet(self, timeout: float | None = None) -> bool:
         """Waits for the other side; False if that has called it off.
@@ -63,9 +88,9 @@ class Ending:
         with contextlib.suppress(threading.BrokenBarrierError):
             self._barrier.wait(timeout)
             return True
-        if "failure" in vars(self._barrier):
+        if self._shared.failure:
             self.check()
-        if "called_off" in vars(self._barrier):
+        if self._shared.called_off:
             return False
         raise TimeoutError(
             f"The {self._name} waited {timeout} s for the {self._other}."
@@ -80,32 +105,35 @@ class Ending:
 
         It may be called twice.
         """
-        vars(self._barrier).setdefault("callbacks", []).append(callback)
-        if "failure" in vars(self._barrier):
+        with _LOCK:
+            self._shared.callbacks.append(callback)
+        if self._shared.failure:
             callback()
 
     def fail(self, error: BaseException) -> None:
         """Breaks the barrier; the first error is the one that counts."""
-        vars(self._barrier).setdefault("failure", (self._name, error))
+        with _LOCK:
+            self._shared.failure = self._shared.failure or (self._name, error)
+            callbacks = list(self._shared.callbacks)
         self._barrier.abort()
-        for callback in vars(self._barrier).get("callbacks", []):
+        for callback in callbacks:
             callback()
 
     def abandon(self) -> None:
         """Fails, and has the other sides wait for nothing any more."""
-        vars(self._barrier)["abandoned"] = True
+        self._shared.abandoned = True
         self.fail(RuntimeError("The run was ended."))
 
     def call_off(self) -> None:
         """Leaves well before both have met."""
-        vars(self._barrier)["called_off"] = True
+        self._shared.called_off = True
         self._barrier.abort()
 
     def check(self) -> None:
         """Raises the failure of either side, if there is one."""
         if not self._barrier.broken:
             return
-        name, error = vars(self._barrier).get("failure", (self._other, None))
+        name, error = self._shared.failure or (self._other, None)
         if error is not None and name == self._name:
             raise error
         raise RuntimeError(
