@@ -10,8 +10,8 @@ from embodied.clock import LocalClock
 from embodied.replay import Replay
 from embodied.run.collecting import MakeEnv
 from embodied.run.progress import Result
-from embodied.run.session import TRAIN_REPLAY, open_session
-from embodied.run.training import MakeStream
+from embodied.run.single_process import TRAIN_REPLAY, open_run
+from embodied.run.trainer import MakeStream
 
 
 def train(
@@ -42,17 +42,15 @@ def train(
     should_report = LocalClock(args.report_every)
     should_save = LocalClock(args.save_every)
     replays = {TRAIN_REPLAY: make_replay}
-    with open_session(
-        make_agent, replays, make_env, make_stream, make_logger, args
-    ) as session:
-        while not session.over():
-            if not session.behind():
-                session.collect()
-            session.train(should_report, should_log, should_save)
+    with open_run(make_agent, replays, make_env, make_stream, make_logger, args) as run:
+        while not run.over():
+            if not run.behind():
+                run.collect()
+            run.train(should_report, should_log, should_save)
             if should_report():
-                session.report(TRAIN_REPLAY, "report")
+                run.report(TRAIN_REPLAY, "report")
             if should_log():
-                session.log()
+                run.log()
             if should_save():
-                session.save()
-    return session.result()
+                run.save()
+    return run.result()

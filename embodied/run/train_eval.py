@@ -11,8 +11,8 @@ from embodied.replay import Replay
 from embodied.run.collecting import MakeEnv, make_driver
 from embodied.run.evaluation import Evaluator
 from embodied.run.progress import Result
-from embodied.run.session import EVAL_REPLAY, TRAIN_REPLAY, open_session
-from embodied.run.training import MakeStream
+from embodied.run.single_process import EVAL_REPLAY, TRAIN_REPLAY, open_run
+from embodied.run.trainer import MakeStream
 
 
 def train_eval(
@@ -48,27 +48,27 @@ def train_eval(
     should_report = LocalClock(args.report_every)
     should_save = LocalClock(args.save_every)
     replays = {TRAIN_REPLAY: make_replay_train, EVAL_REPLAY: make_replay_eval}
-    with open_session(
+    with open_run(
         make_agent, replays, make_env_train, make_stream, make_logger, args
-    ) as session:
+    ) as run:
         with Evaluator(
-            session.agent,
+            run.agent,
             make_driver(make_env_eval, args.envs, args.eval_envs, args),
             args.eval_eps,
-            session.logger,
-            session.episodes,
-            session.replays[EVAL_REPLAY],
+            run.logger,
+            run.episodes,
+            run.replays[EVAL_REPLAY],
         ) as evaluator:
-            while not session.over():
-                if not session.behind():
-                    session.collect()
-                session.train(should_report, should_log, should_save)
+            while not run.over():
+                if not run.behind():
+                    run.collect()
+                run.train(should_report, should_log, should_save)
                 if should_report():
-                    session.evaluate(evaluator)
-                    session.report(TRAIN_REPLAY, "report")
-                    session.report(EVAL_REPLAY, "eval")
+                    run.evaluate(evaluator)
+                    run.report(TRAIN_REPLAY, "report")
+                    run.report(EVAL_REPLAY, "eval")
                 if should_log():
-                    session.log()
+                    run.log()
                 if should_save():
-                    session.save()
-    return session.result()
+                    run.save()
+    return run.result()

@@ -1,4 +1,4 @@
-"""What the training loops have in common. The process that trains."""
+"""The parts of a run in one process, and the steps of its loop. Training process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embodied.run.progress import Limit, Result
 from embodied.run.ratio import TrainRatio
 from embodied.run.saving import RunCheckpoint, must_continue
 from embodied.run.signals import SAVING, stop_on_signals
-from embodied.run.training import MakeStream, Trainer
+from embodied.run.trainer import MakeStream, Trainer
 from embodied.run.usage import Usage
 
 TRAIN_REPLAY = "replay"  # Names of folders, parts of checkpoints, and metrics.
@@ -26,7 +26,7 @@ EVAL_REPLAY = "replay_eval"
 
 
 @dataclasses.dataclass(frozen=True)
-class Session:
+class TrainingRun:
     """The parts of a training run, and the things that a loop does with them.
 
     Everything happens in the caller's thread and in a fixed order.
@@ -140,14 +140,14 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(
+def open_run(
     make_agent: Callable[[], Agent],
     make_replays: Mapping[str, Callable[[], Replay]],
     make_env: MakeEnv,
     make_stream: MakeStream,
     make_logger: Callable[[], Any],
     args: Any,
-) -> Iterator[Session]:
+) -> Iterator[TrainingRun]:
     """Starts or continues the run of `args.logdir`, for the body to train.
 
     The end of the body is logged and saved, then everything is closed. After an error
@@ -187,7 +187,7 @@ def open_session(
             Collector(agent, make_env, replay, logger, episodes, args)
         )
         trainer = stack.enter_context(Trainer(agent, replay, make_stream, args))
-        session = Session(
+        run = TrainingRun(
             args=args,
             agent=agent,
             logger=logger,
@@ -201,5 +201,5 @@ def open_session(
             meter=Meter(),
             usage=Usage(args.usage),
         )
-        with checkpoint.saved_at_end(session.finish):
-            yield session
+        with checkpoint.saved_at_end(run.finish):
+            yield run
