@@ -29,8 +29,7 @@ from dreamerv3.factories import (
 from dreamerv3.logdirs import FILENAME, kept_config
 from dreamerv3.messages import summary
 from embodied import logger as loggers
-from embodied.base import Agent
-from embodied.errors import TaskError
+from embodied.base import Agent, TaskError
 from embodied.replay import ReplayMemoryError
 
 PACKAGE = "dreamerv3-parallel"

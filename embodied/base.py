@@ -15,6 +15,10 @@ Tree = Any  # Nested dicts, lists and tuples of arrays and plain values.
 Spaces = dict[str, Space]
 
 
+class TaskError(Exception):
+    """A task's environment cannot be used; the message says what to change."""
+
+
 class Agent:
     """A policy and the training of it.
 

@@ -9,7 +9,7 @@ import bsuite.bsuite
 import bsuite.sweep
 
 from embodied.envs.from_dm import FromDM
-from embodied.envs.registry import UnknownTask
+from embodied.envs.registry import check_task
 
 
 def make_bsuite(task: str, seed: int = 0) -> FromDM:
@@ -20,8 +20,7 @@ def make_bsuite(task: str, seed: int = 0) -> FromDM:
       seed: decides the episodes of experiments whose settings leave that open. What
         each action does, where it is shuffled, is part of the setting.
     """
-    if task not in bsuite.sweep.SETTINGS:
-        raise UnknownTask.named("bsuite id", task, bsuite.sweep.SETTINGS)
+    check_task("bsuite id", task, bsuite.sweep.SETTINGS)
     name = task.partition(bsuite.sweep.SEPARATOR)[0]
     load = bsuite.bsuite.EXPERIMENT_NAME_TO_ENVIRONMENT[name]
     settings: dict[str, Any] = dict(bsuite.sweep.SETTINGS[task])

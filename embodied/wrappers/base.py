@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.base import Array, Env, Spaces
-from embodied.errors import TaskError
+from embodied.base import Array, Env, Spaces, TaskError
 from embodied.space import Space
 
 Step = dict[str, Array]
