@@ -599,6 +599,11 @@ class TestWrap:
             (Space(np.float32, 2), np.zeros(2), "Convert it to float32"),
             (Space(np.float64, 2), np.array([np.nan, 0]), "finite"),
             (Space(np.float64, 2), np.array([1e300, 0]), "finite"),
+            (Space(np.float64, 2), np.array(["0", "1"]), "Convert it to float32"),
+            (Space(np.float64, 2), np.array([0, 1]), "Convert it to float32"),
+            (Space(np.float64, 2), None, "NoneType None"),
+            (Space(np.float64, 2), np.zeros(3), "Give it the shape"),
+            (Space(np.int64), 1.0, "Convert it to int32"),
             (Space(np.int64), np.int64(2**40), "integers that fit int32"),
             (Space(np.int64, (), 0, 4), np.int64(4), "declare wider ones"),
         ],
@@ -630,6 +635,13 @@ class TestWrap:
         env = wrappers.wrap(taking(Space(np.float32, 2, 0, 5)))
         with pytest.raises(SpaceError, match=r"'act'.*no such key"):
             env.step({"reset": False})
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    def test_an_observation_that_is_no_dict(self, dtype):
+        env = returning(Space(dtype), dtype(0))
+        env.step = lambda action: (np.zeros(3), 0.0)
+        with pytest.raises(SpaceError, match=r"dict of arrays.*got tuple"):
+            wrappers.wrap(env).step(RESET)
 
     def test_exceptions_of_the_environment_pass_unchanged(self):
         env = Script()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from embodied.base import Env
-from embodied.wrappers.base import SpaceError, Step, Wrapper, env_name
+from embodied.wrappers.checking import SpaceError, Step, Wrapper, env_name
 
 _logger = logging.getLogger(__name__)
 
