@@ -79,7 +79,7 @@ def _run(script: Callable[[elements.Config], None], config: elements.Config) -> 
     from dreamerv3 import failures
     from embodied.checkpoint import CheckpointError
     from embodied.driver import EnvError
-    from embodied.run.messages import show_messages
+    from embodied.run.console import show_messages
 
     try:
         with show_messages(), kept_config(config.logdir):
@@ -95,7 +95,7 @@ def _run(script: Callable[[elements.Config], None], config: elements.Config) -> 
 def run_rollout(config: elements.Config) -> None:
     """Steps the task's environments, and prints what was done and where it lies."""
     from dreamerv3.rollout import rollout
-    from embodied.run.signals import STOPPING, stop_on_signals
+    from embodied.run.console import STOPPING, stop_on_signals
 
     with stop_on_signals(STOPPING) as stop:
         agent = _begin(config, "Stepping", "stops")

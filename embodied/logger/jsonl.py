@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.logger.output import Output, Summary
+from embodied.logger.output import Output, Summary, rows_by_step
 
 
 class JSONLOutput(Output):
@@ -48,14 +48,12 @@ class JSONLOutput(Output):
 
     def __call__(self, summaries: Sequence[Summary]) -> None:
         """Appends the scalars whose name matches the pattern."""
-        rows: list[dict[str, Any]] = []
-        for step, name, value in self.selected(summaries):
-            if isinstance(value, str) or value.ndim or name == "step":
-                continue
-            if not rows or rows[-1]["step"] != step or name in rows[-1]:
-                rows.append({"step": step})
-            rows[-1][name] = _number(value)
-        if rows:
+        scalars = [
+            (step, name, _number(value))
+            for step, name, value in self.selected(summaries)
+            if not isinstance(value, str) and not value.ndim
+        ]
+        if rows := rows_by_step(scalars):
             lines = (json.dumps(row, allow_nan=False) + "\n" for row in rows)
             self._append("".join(lines).encode())
 

@@ -86,10 +86,6 @@ class TerminalOutput(Output):
             status = self._status(now, step, current)
             print(status.line(), file=self._stream, flush=True)
 
-    def flush(self) -> None:
-        """Flushes the stream."""
-        self._stream.flush()
-
     def close(self) -> None:
         """Leaves the last status on the terminal and restores its cursor."""
         if self._live is not None:
@@ -133,7 +129,7 @@ class TerminalOutput(Output):
 
 @dataclasses.dataclass(frozen=True)
 class _Status:
-    """What is shown, and how: as a table that rich renders, or as a line."""
+    """Content of the display, rendered as a table by rich, or as a line."""
 
     name: str
     step: int

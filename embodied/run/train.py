@@ -9,9 +9,8 @@ from embodied.base import Agent
 from embodied.clock import LocalClock
 from embodied.replay import Replay
 from embodied.run.collecting import MakeEnv
-from embodied.run.progress import Result
-from embodied.run.session import TRAIN_REPLAY, open_session
-from embodied.run.training import MakeStream
+from embodied.run.trainer import MakeStream
+from embodied.run.training_run import TRAIN_REPLAY, TrainResult, open_run
 
 
 def train(
@@ -21,7 +20,7 @@ def train(
     make_stream: MakeStream,
     make_logger: Callable[[], Any],
     args: Any,
-) -> Result:
+) -> TrainResult:
     """Trains until `args.steps` or `args.duration`, or until Ctrl-C or SIGTERM.
 
     The next call with the same `args.logdir` continues there. Two runs with the same
@@ -36,23 +35,21 @@ def train(
       args: the `run` block of the configuration and what belongs to it.
 
     Returns:
-      What this call did.
+      The figures of this call.
     """
     should_log = LocalClock(args.log_every)
     should_report = LocalClock(args.report_every)
     should_save = LocalClock(args.save_every)
     replays = {TRAIN_REPLAY: make_replay}
-    with open_session(
-        make_agent, replays, make_env, make_stream, make_logger, args
-    ) as session:
-        while not session.over():
-            if not session.behind():
-                session.collect()
-            session.train(should_report, should_log, should_save)
+    with open_run(make_agent, replays, make_env, make_stream, make_logger, args) as run:
+        while not run.over():
+            if not run.behind():
+                run.collect()
+            run.train(should_report, should_log, should_save)
             if should_report():
-                session.report(TRAIN_REPLAY, "report")
+                run.report(TRAIN_REPLAY, "report")
             if should_log():
-                session.log()
+                run.log()
             if should_save():
-                session.save()
-    return session.result()
+                run.save()
+    return run.result()

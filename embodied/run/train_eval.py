@@ -8,11 +8,9 @@ from typing import Any
 from embodied.base import Agent
 from embodied.clock import LocalClock
 from embodied.replay import Replay
-from embodied.run.collecting import MakeEnv, make_driver
-from embodied.run.evaluation import Evaluator
-from embodied.run.progress import Result
-from embodied.run.session import EVAL_REPLAY, TRAIN_REPLAY, open_session
-from embodied.run.training import MakeStream
+from embodied.run.collecting import Evaluator, MakeEnv, make_driver
+from embodied.run.trainer import MakeStream
+from embodied.run.training_run import EVAL_REPLAY, TRAIN_REPLAY, TrainResult, open_run
 
 
 def train_eval(
@@ -24,7 +22,7 @@ def train_eval(
     make_stream: MakeStream,
     make_logger: Callable[[], Any],
     args: Any,
-) -> Result:
+) -> TrainResult:
     """Trains as `train` does, and evaluates before every report.
 
     An evaluation plays `args.eval_eps` episodes, in mode 'eval', in `args.eval_envs`
@@ -42,33 +40,33 @@ def train_eval(
       args: the `run` block of the configuration and what belongs to it.
 
     Returns:
-      What this call did.
+      The figures of this call.
     """
     should_log = LocalClock(args.log_every)
     should_report = LocalClock(args.report_every)
     should_save = LocalClock(args.save_every)
     replays = {TRAIN_REPLAY: make_replay_train, EVAL_REPLAY: make_replay_eval}
-    with open_session(
+    with open_run(
         make_agent, replays, make_env_train, make_stream, make_logger, args
-    ) as session:
+    ) as run:
         with Evaluator(
-            session.agent,
+            run.agent,
             make_driver(make_env_eval, args.envs, args.eval_envs, args),
             args.eval_eps,
-            session.logger,
-            session.episodes,
-            session.replays[EVAL_REPLAY],
+            run.logger,
+            run.episodes,
+            run.replays[EVAL_REPLAY],
         ) as evaluator:
-            while not session.over():
-                if not session.behind():
-                    session.collect()
-                session.train(should_report, should_log, should_save)
+            while not run.over():
+                if not run.behind():
+                    run.collect()
+                run.train(should_report, should_log, should_save)
                 if should_report():
-                    session.evaluate(evaluator)
-                    session.report(TRAIN_REPLAY, "report")
-                    session.report(EVAL_REPLAY, "eval")
+                    run.evaluate(evaluator)
+                    run.report(TRAIN_REPLAY, "report")
+                    run.report(EVAL_REPLAY, "eval")
                 if should_log():
-                    session.log()
+                    run.log()
                 if should_save():
-                    session.save()
-    return session.result()
+                    run.save()
+    return run.result()

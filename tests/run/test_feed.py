@@ -7,7 +7,7 @@ import pytest
 from run_testing import NotingAgent, Parts, Task
 
 from embodied.driver import EnvError
-from embodied.run.training import Feed
+from embodied.run.trainer import Feed
 from embodied.streams import Prefetch, Stateless
 
 SECONDS = 30  # After which a test that waits has failed.
