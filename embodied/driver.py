@@ -389,7 +389,7 @@ class _ProcessEnv:
             raise self._diagnose(error) from None
 
     def receive(self) -> Any:
-        """Waits for the answer to what was sent."""
+        """Waits for the answer to the last message."""
         try:
             answer = self._connection.recv()
         except (EOFError, OSError) as error:

@@ -206,7 +206,7 @@ class Space:
         elif self._dtype.kind == "b":
             array = array.astype(bool)
         else:
-            # What a smaller dtype cannot hold becomes infinite: no bound.
+            # A value that a smaller dtype cannot hold becomes infinite: no bound.
             with np.errstate(over="ignore"):
                 array = array.astype(self._dtype)
         try:

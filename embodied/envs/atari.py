@@ -20,7 +20,7 @@ LIVES = ("unused", "discount", "reset")
 AGGREGATES = ("max", "mean")
 RESIZERS = ("pillow",)
 
-# What the 100k protocol changes.
+# Options of the 100k protocol that differ.
 _ATARI100K: dict[str, Any] = {
     "size": (64, 64),
     "sticky": False,

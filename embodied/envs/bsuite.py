@@ -17,8 +17,8 @@ def make_bsuite(task: str, seed: int = 0) -> FromDM:
 
     Args:
       task: experiment and number of the setting, such as 'catch/0'.
-      seed: decides the episodes of experiments whose settings leave that open. What
-        each action does, where it is shuffled, is part of the setting.
+      seed: decides the episodes of experiments whose settings leave that open. The
+        meaning of actions, where it is shuffled, is part of the setting.
     """
     check_task("bsuite id", task, bsuite.sweep.SETTINGS)
     name = task.partition(bsuite.sweep.SEPARATOR)[0]

@@ -26,7 +26,7 @@ class Crafter(Env):
       logs: whether to return, as `log/achievement_NAME`, how often each was reached in
         this episode, and as `log/reward` the reward whatever the task.
       length: steps after which an episode is cut.
-      seed: decides the worlds and what happens in them.
+      seed: decides the worlds and the events in them.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class FromDM(Env):
     left out. A discount of zero sets `is_terminal`.
 
     Args:
-      env: an environment, or `package.module:Name` of what returns one. That is called
+      env: an environment, or `package.module:Name` of its factory, which is called
         with `kwargs` and, if it has a parameter named seed, random_state or
         random_seed, the seed.
       obs_key: key of an observation that is a single array. Default: 'image' for an
@@ -44,7 +44,7 @@ class FromDM(Env):
       act_key: key of an action that is a single array.
       repeat: steps that each action is repeated, within an episode.
       seed: see `env`; an environment that is made already has its own.
-      **kwargs: options of what returns the environment.
+      **kwargs: options of the factory.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class _Leaf:
         return array
 
     def decode(self, value: Array) -> np.ndarray:
-        """Converts an array of ours to what the spec asks for."""
+        """Converts an array of ours to one of the spec."""
         array = np.asarray(value)
         if self.start is not None:
             array = array.astype(np.int64) + self.start

@@ -54,7 +54,7 @@ class LocoNav(Env):
         'maze_l', 'maze_xl' or 'empty', such as 'ant_maze_m'.
       size: height and width of images.
       repeat: steps that each action is repeated.
-      camera: index of the camera; -1 for what the walker sees.
+      camera: index of the camera; -1 for the walker's view.
       length: steps, before repeats, after which an episode is cut.
       seed: decides the places of walkers and targets.
     """

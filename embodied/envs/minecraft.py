@@ -64,7 +64,7 @@ class Minecraft(Env):
 
     Args:
       task: 'diamond' rewards each of the twelve milestones to it once; 'wood' rewards
-        every log. Both add a hundredth of what is gained or lost in health.
+        every log. Both add a hundredth of the change in health.
       size: height and width of images.
       break_speed: how much faster than usual blocks break.
       logs: whether to return, as `log/NAME`, the most of each item that was held.
@@ -142,7 +142,7 @@ class Minecraft(Env):
             self._env.close()
 
     def _command(self, index: int) -> dict[str, Any]:
-        """Returns what MineRL takes for one of our actions."""
+        """Returns the command of MineRL for one of our actions."""
         choice = dict(_CHOICES[index])
         down, right = choice.pop("camera", (0.0, 0.0))
         before, self._pitch = self._pitch, np.clip(self._pitch + down, -PITCH, PITCH)
@@ -277,5 +277,5 @@ class _Survival(SimpleEmbodimentEnvSpec):
         return False
 
     def get_docstring(self) -> str:
-        """Returns what the class says."""
+        """Returns the docstring of the class."""
         return type(self).__doc__ or ""

@@ -29,7 +29,7 @@ class MiniGrid(Env):
       task: its id, such as 'DoorKey-5x5' or 'MiniGrid-DoorKey-5x5-v0'. Without a
         version it is the newest.
       size: height and width of images.
-      full: whether to show the whole grid instead of what the agent sees.
+      full: whether to show the whole grid instead of the agent's view.
       seed: decides the grids.
     """
 

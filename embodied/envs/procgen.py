@@ -19,7 +19,7 @@ GAMES = (
     *("ninja", "plunder", "starpilot"),
 )
 ACTIONS = 15
-NATIVE = (64, 64)  # What the games draw for agents.
+NATIVE = (64, 64)  # Of images that the games draw for agents.
 RESIZERS = ("pillow",)
 
 

@@ -30,13 +30,13 @@ class Suite:
     """Where the environments of one suite come from.
 
     Attributes:
-      name: what stands before the first underscore of a task.
+      name: the part of a task before its first underscore.
       factory: `module:attribute`, imported when a task of the suite is made. It is
         called with the rest of the task's name, `seed`, and the suite's options, and
         returns an Env.
       doc: one line for listings.
       extra: the extra of this package to install; empty if none is needed.
-      install: how to install what the suite needs, where no extra can.
+      install: how to install the suite's packages, where no extra can.
     """
 
     name: str
@@ -149,13 +149,13 @@ class UnknownTask(TaskError, ValueError):
     """No suite, or no task of a suite, has this name."""
 
     @classmethod
-    def named(cls, what: str, name: str, known: Iterable[str]) -> UnknownTask:
-        """Makes the error of a `what` (such as 'dummy task') that is not `known`."""
+    def named(cls, kind: str, name: str, known: Iterable[str]) -> UnknownTask:
+        """Makes the error of a `kind`, such as 'dummy task', that is not `known`."""
         known = sorted(known)
         near = difflib.get_close_matches(name, known, n=3)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         return cls(
-            f"Expected the name of a {what} ({', '.join(known)}), got {name!r}.{hint}"
+            f"Expected the name of a {kind} ({', '.join(known)}), got {name!r}.{hint}"
         )
 
 
@@ -170,9 +170,9 @@ class MissingExtra(TaskError, ImportError):
 
         Args:
           task: its name.
-          package: what is missing.
+          package: the missing one.
           extra: the extra of this package that has it.
-          install: what to do where no extra can, as a sentence.
+          install: how to install it where no extra can, as a sentence.
         """
         requirement = f"{PACKAGE}[{extra}]" if extra else PACKAGE
         return cls(

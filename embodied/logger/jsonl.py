@@ -22,9 +22,9 @@ class JSONLOutput(Output):
     NaN and infinities, which JSON lacks, are written as `null`. Text, vectors, images
     and videos are left out.
 
-    Every line is complete: what a killed process left of a last line is completed
-    or cut off when the file is opened, and a write that fails half-way, as on a full
-    disk, is taken back.
+    Every line is complete: the last line of a killed process is completed or cut off
+    when the file is opened, and a write that fails half-way, as on a full disk, is
+    undone.
 
         JSONLOutput(logdir, 'scores.jsonl', 'episode/score')   # Not eval_episode/score.
 
@@ -68,7 +68,7 @@ class JSONLOutput(Output):
             while remaining:
                 remaining = remaining[self._file.write(remaining) :]
         except OSError:
-            # What stopped the write is the error to report, not what follows from it.
+            # The error of the write is the one to report, not one that follows.
             with contextlib.suppress(OSError):
                 os.truncate(self._file.fileno(), size)
             raise

@@ -21,7 +21,7 @@ class Logger:
           logger.add({'score': 1.0, 'length': 100}, prefix='episode')
           logger.write()
 
-    Methods may be called from several threads: one lock guards what is collected,
+    Methods may be called from several threads: one lock guards the metrics,
     another lets one write at a time reach the outputs, in order. An output that
     fails does not disturb the caller or the other outputs: its error is reported
     through `logging`, once until it works again or fails in another way.

@@ -45,7 +45,7 @@ class Output:
         raise NotImplementedError(f"{type(self).__name__}.__call__")
 
     def close(self) -> None:
-        """Writes what is left and frees what is held. May be called more than once."""
+        """Writes the rest and frees resources. May be called more than once."""
 
     def selected(self, summaries: Sequence[Summary]) -> list[Summary]:
         """Returns the summaries whose name matches the pattern."""
@@ -105,7 +105,7 @@ class AsyncOutput(Output):
             raise error
 
     def close(self) -> None:
-        """Writes what is queued, raises after the timeout, and ends the thread."""
+        """Writes the queue, raises after the timeout, and ends the thread."""
         with self._condition:
             if self._closing:
                 return
@@ -184,7 +184,7 @@ class AsyncOutput(Output):
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern of metric names, with an error that says what was wrong."""
+    """Compiles a pattern of metric names, with an error that quotes it."""
     try:
         return re.compile(pattern)
     except re.error as error:

@@ -21,9 +21,9 @@ class TerminalOutput(Output):
     """Shows a live status on a terminal, and prints a line per write elsewhere.
 
     The status has the step, steps per second, last score, last loss and time left,
-    and the last values of the selected metrics. While it is shown, what this process
-    prints appears above it; what other processes print to the same terminal does
-    not, and may be drawn over: pass `live=False` where they do.
+    and the last values of the selected metrics. While it is shown, output of this
+    process appears above it; that of other processes on the same terminal does not,
+    and may be drawn over: pass `live=False` where there is some.
 
     The display is refreshed by a thread of its own, which only ever sees immutable
     `_Status` objects; everything else belongs to the caller's thread.

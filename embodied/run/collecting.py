@@ -40,7 +40,7 @@ class Collector:
     A context manager, which closes the environments.
 
     Args:
-      agent: whose policy acts, in mode 'train'.
+      agent: acts in mode 'train'.
       make_env: makes the environment of an id.
       replay: gets the steps.
       logger: gets score and length of every episode; its step is counted.
@@ -102,7 +102,7 @@ class Evaluator:
     do not count. A context manager, which closes the environments.
 
     Args:
-      agent: whose policy acts.
+      agent: acts in mode 'eval'.
       driver: of the environments, which the evaluator owns from here on.
       amount: episodes in all, spread over the environments.
       logger: gets score and length of every episode.

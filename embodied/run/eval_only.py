@@ -114,7 +114,7 @@ def eval_only(
         are used.
       make_env: makes the environment of an id.
       make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
-      args: the `run` block of the configuration and what belongs to it.
+      args: the `run` block of the configuration, and sizes of batches.
 
     Returns:
       The scores.

@@ -124,7 +124,7 @@ class TrainingRun:
     def train(self, *clocks: LocalClock) -> None:
         """Makes the updates that are due, as far as there is nothing else to do.
 
-        A signal or the duration ends them; what is not made stays due.
+        A signal or the duration ends them; the rest stays due.
 
         Args:
           clocks: once one of them is due, further updates wait for the next call.
@@ -218,7 +218,7 @@ def open_run(
       make_env: makes the training environment of an id.
       make_stream: makes the stream of batches of a replay and a mode.
       make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
-      args: the `run` block of the configuration and what belongs to it.
+      args: the `run` block of the configuration, and sizes of batches.
 
     Raises:
       CheckpointError: the logdir has checkpoints, but none that can be continued.

@@ -15,7 +15,7 @@ _FLAGS = ("is_first", "is_last", "is_terminal")
 
 
 class SpaceError(TaskError, ValueError):
-    """A value or a space of an environment is not what was declared, or not usable."""
+    """A value of an environment does not fit its space, or the space is not usable."""
 
     @classmethod
     def of(
@@ -28,8 +28,8 @@ class SpaceError(TaskError, ValueError):
           key: the key.
           env: the environment, wrapped or not.
           expected: the space, or words.
-          value: what came: words, or an array.
-          advice: what to do, as a sentence.
+          value: the value or space that was found: words, or an array.
+          advice: how to correct it, as a sentence.
         """
         got = value if isinstance(value, str) else brief(value)
         return cls(
@@ -72,7 +72,7 @@ class Wrapper(Env):
 
 
 def env_name(env: Any) -> str:
-    """Returns what an environment calls itself, else the name of its class."""
+    """Returns the attribute `name` of an environment, else the name of its class."""
     while isinstance(env, Wrapper):
         env = env.env
     name = getattr(env, "name", None)
@@ -80,7 +80,7 @@ def env_name(env: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """Describes an array, or what should have been one, within one line."""
+    """Describes an array, or any other value, within one line."""
     if not isinstance(value, np.ndarray | np.generic):
         text = repr(value)
         return f"{type(value).__name__} {text if len(text) < 80 else text[:77] + '...'}"
@@ -99,7 +99,7 @@ class CheckSpaces(Wrapper):
 
     Args:
       env: the environment.
-      nonfinite: what to do with NaN and infinity in observations, 'raise' or 'pass'.
+      nonfinite: 'raise' or 'pass', for NaN and infinity in observations.
     """
 
     def __init__(self, env: Env, nonfinite: str = "raise"):
@@ -176,7 +176,7 @@ class CheckSpaces(Wrapper):
 
 
 class _Check:
-    """Checks the values of one key; what a space allows is found out only once."""
+    """Checks the values of one key, with limits that are computed only once."""
 
     def __init__(self, kind: str, key: str, space: Space, env: Env, passes: bool):
         self._kind = kind

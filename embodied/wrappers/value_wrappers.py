@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 
@@ -24,17 +25,12 @@ class _ActionWrapper(Wrapper):
                 f"{type(self).__name__} expected one of the actions {sorted(spaces)}, "
                 f"got {key!r}."
             )
+        self._key = key
         self._inner = spaces[key]
         if self._inner.dtype.kind != "f":
-            raise SpaceError.of(
-                "action",
-                key,
-                env,
-                f"a continuous space for {type(self).__name__}",
-                str(self._inner),
-                "Leave discrete actions as they are.",
-            )
-        self._key = key
+            expected = f"a continuous space for {type(self).__name__}"
+            advice = "Leave discrete actions as they are."
+            raise self._error(expected, str(self._inner), advice)
         self._outer = self._replace(self._inner)
 
     @property
@@ -48,16 +44,13 @@ class _ActionWrapper(Wrapper):
         if self._key in action and not action.get("reset"):
             value = np.asarray(action[self._key])
             if value.shape != self._outer.shape or value.dtype.kind not in "biuf":
-                raise SpaceError.of(
-                    "action",
-                    self._key,
-                    self,
-                    self._outer,
-                    value,
-                    "Pass an array of that shape and dtype.",
-                )
+                advice = "Pass an array of that shape and dtype."
+                raise self._error(self._outer, value, advice)
             action = {**action, self._key: self._convert(value)}
         return self.env.step(action)
+
+    def _error(self, expected: Any, value: Any, advice: str) -> SpaceError:
+        return SpaceError.of("action", self._key, self, expected, value, advice)
 
     def _replace(self, space: Space) -> Space:
         raise NotImplementedError(f"{type(self).__name__}._replace")
@@ -78,10 +71,7 @@ class ClipAction(_ActionWrapper):
         low = np.maximum(inner_low, self._clip[0])
         high = np.minimum(inner_high, self._clip[1])
         if np.any(low > high):
-            raise SpaceError.of(
-                "action",
-                self._key,
-                self,
+            raise self._error(
                 f"bounds that have something in common with {list(self._clip)}",
                 str(space),
                 "Declare finite bounds, which can be scaled, or clip elsewhere.",
@@ -112,7 +102,7 @@ class NormalizeAction(_ActionWrapper):
         share = (value.astype(np.float64) + 1) / 2
         scaled = self._low * (1 - share) + self._high * share
         scaled = np.where(self._finite, scaled, value).astype(self._inner.dtype)
-        # Rounding must not step over a bound, but what is out of range stays so.
+        # Rounding must not step over a bound, but values out of range stay so.
         rounded = self._finite & (share >= 0) & (share <= 1)
         inside = np.clip(scaled, self._inner.low, self._inner.high)
         return np.where(rounded, inside, scaled)
@@ -130,34 +120,22 @@ class DiscretizeAction(_ActionWrapper):
     def _replace(self, space: Space) -> Space:
         low, high = space.limits
         if not np.all(np.isfinite(low) & np.isfinite(high)):
-            raise SpaceError.of(
-                "action",
-                self._key,
-                self,
-                f"finite bounds to place {self._bins} bins between",
-                str(space),
-                "Clip the action first.",
-            )
+            expected = f"finite bounds to place {self._bins} bins between"
+            raise self._error(expected, str(space), "Clip the action first.")
         self._values = np.linspace(low, high, self._bins).astype(space.dtype)
         return Space(np.int32, space.shape, 0, self._bins)
 
     def _convert(self, value: np.ndarray) -> Array:
         if value.astype(np.int32) not in self._outer:
-            raise SpaceError.of(
-                "action",
-                self._key,
-                self,
-                self._outer,
-                value,
-                f"Pass the index of one of the {self._bins} bins.",
-            )
+            advice = f"Pass the index of one of the {self._bins} bins."
+            raise self._error(self._outer, value, advice)
         return np.take_along_axis(self._values, value[None].astype(np.int64), 0)[0]
 
 
 class UnifyDtypes(Wrapper):
     """Shows the agent float32, int32, uint8 and bool only.
 
-    Actions are converted back to what the environment declares. Integers that do not
+    Actions are converted back to the environment's dtypes. Integers that do not
     fit int32 are an error; floats that do not fit float32 become infinite.
     """
 
@@ -207,7 +185,7 @@ class UnifyDtypes(Wrapper):
         inner = self._env_act_space[key]
         cast = self._cast("action", key, value, inner)
         if inner.dtype.kind == "f" and value in self._act_space[key]:
-            # What float32 rounded up to a bound may be above it in a wider dtype.
+            # A value that float32 rounded to a bound may be beyond it in a wider dtype.
             cast = np.clip(cast, *inner.limits)
         return cast
 
