@@ -17,9 +17,8 @@ import numpy as np
 
 from dreamerv3.config import ConfigError
 from embodied import logger as loggers
-from embodied.base import Agent, Env, Spaces, Stream
+from embodied.base import Agent, Env, Spaces, Stream, TaskError
 from embodied.envs import registry
-from embodied.errors import TaskError
 
 if TYPE_CHECKING:
     from embodied.replay import Replay

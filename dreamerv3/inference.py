@@ -25,7 +25,7 @@ from embodied.checkpoint import CheckpointError
 from embodied.envs.keys import SIGNALS
 from embodied.run.saving import SavedAgent, read_agent
 from embodied.space import Space
-from embodied.wrappers.base import bounds, brief
+from embodied.wrappers.checking import brief
 
 MODES = ("eval", "train")
 
@@ -187,7 +187,7 @@ class Policy:
         with np.errstate(over="ignore", invalid="ignore"):
             cast = array.astype(space.dtype)
         if space.discrete:
-            low, high = bounds(space)
+            low, high = space.limits
             inside = (low <= cast) & (cast <= high)
             if space.dtype.kind == "i":
                 inside |= cast == -1  # Missing.

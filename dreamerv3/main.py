@@ -29,8 +29,7 @@ from dreamerv3.factories import (
 from dreamerv3.logdirs import FILENAME, kept_config
 from dreamerv3.messages import summary
 from embodied import logger as loggers
-from embodied.base import Agent
-from embodied.errors import TaskError
+from embodied.base import Agent, TaskError
 from embodied.replay import ReplayMemoryError
 
 PACKAGE = "dreamerv3-parallel"
@@ -80,7 +79,7 @@ def _run(script: Callable[[elements.Config], None], config: elements.Config) -> 
     from dreamerv3 import failures
     from embodied.checkpoint import CheckpointError
     from embodied.driver import EnvError
-    from embodied.run.messages import show_messages
+    from embodied.run.console import show_messages
 
     try:
         with show_messages(), kept_config(config.logdir):
@@ -96,7 +95,7 @@ def _run(script: Callable[[elements.Config], None], config: elements.Config) -> 
 def run_rollout(config: elements.Config) -> None:
     """Steps the task's environments, and prints what was done and where it lies."""
     from dreamerv3.rollout import rollout
-    from embodied.run.signals import STOPPING, stop_on_signals
+    from embodied.run.console import STOPPING, stop_on_signals
 
     with stop_on_signals(STOPPING) as stop:
         agent = _begin(config, "Stepping", "stops")

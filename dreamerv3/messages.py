@@ -14,7 +14,7 @@ LAST = 100  # Episodes whose mean score is told.
 
 if TYPE_CHECKING:
     from dreamerv3.rollout import Result as RolloutResult
-    from embodied.run import Result as TrainResult
+    from embodied.run import TrainResult
 
 
 def summary(config: elements.Config, result: RolloutResult | TrainResult) -> str:

@@ -20,8 +20,8 @@ from dreamerv3.factories import (
     make_stream,
 )
 from dreamerv3.messages import parallel_summary
+from embodied.base import TaskError
 from embodied.checkpoint import CheckpointError
-from embodied.errors import TaskError
 from embodied.replay import ReplayMemoryError
 
 # What the command line shows as it is.

@@ -15,6 +15,10 @@ Tree = Any  # Nested dicts, lists and tuples of arrays and plain values.
 Spaces = dict[str, Space]
 
 
+class TaskError(Exception):
+    """A task's environment cannot be used; the message says what to change."""
+
+
 class Agent:
     """A policy and the training of it.
 
@@ -103,7 +107,7 @@ class Agent:
         raise NotImplementedError(f"{type(self).__name__}.save")
 
     def load(self, data: Tree, regex: str | None = None) -> None:
-        """Restores what `save` returned; with `regex` only the names it matches."""
+        """Restores a saved state; with `regex` only the names that it matches."""
         raise NotImplementedError(f"{type(self).__name__}.load")
 
 
@@ -136,7 +140,7 @@ class Env:
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def close(self) -> None:
-        """Frees what the environment holds. May be called more than once."""
+        """Frees resources. May be called more than once."""
 
 
 class Stream:
@@ -146,7 +150,7 @@ class Stream:
     batch = next(stream)
     data = stream.save()
     ...
-    stream.load(data)    # Goes on with what would have followed `batch`.
+    stream.load(data)    # Goes on with the batch after it.
     """
 
     def __iter__(self) -> Stream:

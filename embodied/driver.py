@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from embodied.base import Array, Env, Spaces, Tree
+from embodied.envs.keys import SIGNALS
 from embodied.space import Space
 from embodied.workers import Process, WorkerError, stop
 from embodied.workers.child import TERMINATED
@@ -33,9 +34,9 @@ class EnvError(RuntimeError):
 
     Attributes:
       index: the environment's position in the list given to the driver.
-      reason: what happened to it, a phrase that continues its name.
-      traceback: where it happened, as text; empty if it could not tell, or if it has
-        a cause.
+      reason: description of the failure, a phrase that continues its name.
+      traceback: of the failure, as text; empty if it is not known, or if the error
+        has a cause.
       kind: name of its exception's type, without the module; empty without one.
     """
 
@@ -57,7 +58,7 @@ class EnvExit(RuntimeError):
 
 @contextlib.contextmanager
 def no_exit() -> Iterator[None]:
-    """Makes `sys.exit` of an environment an error, since nothing else would be said.
+    """Makes `sys.exit` of an environment an error, since it would end silently.
 
     Raises:
       EnvExit: it was called, and not by the handler of SIGTERM.
@@ -74,7 +75,7 @@ def no_exit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def env_errors(index: int, *passed: type[Exception]) -> Iterator[None]:
-    """Makes what environment `index` raises here an EnvError, except for `passed`."""
+    """Makes errors of environment `index` an EnvError, but for the types `passed`."""
     try:
         with no_exit():
             yield
@@ -101,6 +102,10 @@ class Driver:
     After an error of an environment it is closed; after one of the policy or of a
     callback, `reset` starts anew.
 
+    Values are checked by the environment's own `wrappers.CheckSpaces`. For one that
+    has none, the driver compares keys and shapes of its first observation with its
+    spaces, and of those that it cannot stack.
+
     Args:
       make_env_fns: functions without arguments, one per environment. The
         environments must have equal spaces.
@@ -126,6 +131,7 @@ class Driver:
         self._callbacks: list[Callback] = []
         self._envs: list[_ProcessEnv | _LocalEnv] = []
         self._closed = False
+        self._checked = False  # Whether the first observations fit their spaces.
         try:
             for index, make_env in enumerate(make_env_fns):
                 if parallel:
@@ -196,12 +202,7 @@ class Driver:
 
     def _step(self, policy: Policy) -> int:
         """Makes one step of all environments; returns how many episodes it ended."""
-        observations = self._exchange()
-        obs = {
-            key: np.stack([observation[key] for observation in observations])
-            for key in self.obs_space
-            if not key.startswith("log/")
-        }
+        observations, obs = self._exchange()
         self._carry, actions, outputs = policy(self._carry, dict(obs), **self._kwargs)
         actions = {key: np.asarray(value) for key, value in actions.items()}
         outputs = {key: np.asarray(value) for key, value in outputs.items()}
@@ -218,24 +219,37 @@ class Driver:
                 callback(transition, worker, **self._kwargs)
         return int(obs["is_last"].sum())
 
-    def _exchange(self) -> list[dict[str, Array]]:
-        """Sends all environments their actions, then collects the observations."""
+    def _exchange(self) -> tuple[list[dict[str, Array]], dict[str, Array]]:
+        """Steps all environments; returns observations, and those for the policy."""
         if self._closed:
             raise RuntimeError("The driver is closed. Make a new one to go on.")
         try:
             for index, env in enumerate(self._envs):
                 env.send({key: value[index] for key, value in self._actions.items()})
             observations = [env.receive() for env in self._envs]
-            for index, observation in enumerate(observations):
-                self._check_observation(index, observation)
+            return observations, self._stack(observations)
         except BaseException:
-            # What others have still to answer would pass for their next answers.
+            # Outstanding answers of others would pass for their next ones.
             self._close_after_error()
             raise
-        return observations
+
+    def _stack(self, observations: list[dict[str, Array]]) -> dict[str, Array]:
+        """Returns observations [N, ...] by key, without `log/` keys."""
+        if not self._checked:
+            self._check_structure(observations)
+            self._checked = True
+        try:
+            return {
+                key: np.stack([observation[key] for observation in observations])
+                for key in self.obs_space
+                if not key.startswith("log/")
+            }
+        except (KeyError, TypeError, ValueError):
+            self._check_structure(observations)  # Names the environment.
+            raise
 
     def _close_after_error(self) -> None:
-        # Suppressed: the first error is the one to tell.
+        # Suppressed: the first error is the one to report.
         with contextlib.suppress(EnvError):
             self.close()
 
@@ -249,33 +263,31 @@ class Driver:
                     "environments of a driver must have equal spaces.",
                 )
         obs_space, act_space = first
-        required = {"reward", "is_first", "is_last", "is_terminal"}
-        if missing := sorted(required - obs_space.keys()):
+        if missing := sorted(SIGNALS.keys() - obs_space.keys()):
             raise EnvError(0, f"must have {missing} in its obs_space.")
         if "reset" not in act_space:
             raise EnvError(0, "must have 'reset' in its act_space.")
         return first
 
-    def _check_observation(self, index: int, observation: dict[str, Array]) -> None:
-        if not isinstance(observation, dict):
-            raise EnvError(
-                index,
-                f"returned {type(observation).__name__}; expected a dict of arrays.",
-            )
-        found = {key for key in observation if not key.startswith("log/")}
+    def _check_structure(self, observations: list[dict[str, Array]]) -> None:
         expected = {key for key in self.obs_space if not key.startswith("log/")}
-        if found != expected:
-            raise EnvError(
-                index,
-                f"returned an observation with keys {sorted(found)}; its obs_space "
-                f"has {sorted(expected)}.",
-            )
-        for key in expected:
-            shape, space = np.shape(observation[key]), self.obs_space[key]
-            if shape != space.shape:
+        for index, observation in enumerate(observations):
+            if not isinstance(observation, dict):
+                got = type(observation).__name__
+                raise EnvError(index, f"returned {got}; expected a dict of arrays.")
+            found = {key for key in observation if not key.startswith("log/")}
+            if found != expected:
                 raise EnvError(
-                    index, f"returned '{key}' of shape {shape}; expected {space}."
+                    index,
+                    f"returned an observation with keys {sorted(found)}; its obs_space "
+                    f"has {sorted(expected)}.",
                 )
+            for key in expected:
+                shape, space = np.shape(observation[key]), self.obs_space[key]
+                if shape != space.shape:
+                    raise EnvError(
+                        index, f"returned '{key}' of shape {shape}; expected {space}."
+                    )
 
     def _check_policy(
         self,
@@ -377,7 +389,7 @@ class _ProcessEnv:
             raise self._diagnose(error) from None
 
     def receive(self) -> Any:
-        """Waits for the answer to what was sent."""
+        """Waits for the answer to the last message."""
         try:
             answer = self._connection.recv()
         except (EOFError, OSError) as error:

@@ -46,9 +46,9 @@ class Episodes:
     may occur in both.
 
     An episode is abandoned when its env starts another one or makes no step within
-    the timeout; an env that is reset twice in a row has abandoned nothing. What comes
-    of an episode whose start was not seen, or which was abandoned, is ignored until
-    the env's next `is_first`. State is held for open episodes only.
+    the timeout; an env that is reset twice in a row has abandoned nothing. Steps of an
+    episode whose start was not seen, or which was abandoned, are ignored until the
+    env's next `is_first`. State is held for open episodes only.
 
     Not thread-safe: one thread owns it.
 
@@ -89,8 +89,8 @@ class Episodes:
         """Adds transitions in their order.
 
         Args:
-          transitions: arrays [B, ...] by key: reward, is_first, is_last, and what there
-            is of `log/KEY` [B] and images [B, H, W, C] uint8. Other keys are ignored.
+          transitions: arrays [B, ...] by key: reward, is_first, is_last, and perhaps
+            `log/KEY` [B] and images [B, H, W, C] uint8. Other keys are ignored.
           envids: the env of each row.
           is_eval: bool for all rows, or one for each [B].
           images: images [H, W, C] uint8 by env and key, where the batch has them for
@@ -176,7 +176,7 @@ class _Mode:
         return [self._finish(batch.envs[row]) for row in rows[batch.is_last[rows]]]
 
     def expire(self, now: float) -> None:
-        """Abandons what has not made a step within the timeout."""
+        """Abandons episodes without a step within the timeout."""
         seen = self._columns["seen"]
         for env, slot in list(self._slots.items()):
             if now - seen[slot] > self._timeout:

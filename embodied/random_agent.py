@@ -87,14 +87,14 @@ class RandomAgent(Agent):
             return {"rng": rng, "counters": {"updates": self._updates}}
 
     def load(self, data: Tree, regex: str | None = None) -> None:
-        """Restores what `regex` matches the name of: `rng` and `counters/updates`.
+        """Restores `rng` and `counters/updates`, or those that `regex` matches.
 
         Raises:
-          ValueError: it is of another agent.
+          ValueError: the state is of another agent.
         """
         if "rng" not in data:
             raise ValueError(
-                f"The random agent expected what it saved, with rng, got "
+                f"The random agent expected a state of its own, with rng, got "
                 f"{', '.join(sorted(data)) or 'nothing'}. Leave out --random_agent, or "
                 "choose the logdir of a run with it."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,17 @@ class Space:
         """Highest values, exclusive for integers; None for strings."""
         return self._high
 
+    @functools.cached_property
+    def limits(self) -> tuple[np.ndarray, np.ndarray]:
+        """Lowest and highest values, both inclusive, in the space's dtype."""
+        if self._low is None or self._high is None:
+            raise TypeError("A space of strings has no limits.")
+        high = self._high
+        if self._dtype.kind in "iu":
+            largest = np.iinfo(self._dtype).max
+            high = np.where(high >= largest, largest, high - 1)
+        return self._low.astype(self._dtype), high.astype(self._dtype)
+
     @property
     def discrete(self) -> bool:
         """Whether values are integers or booleans."""
@@ -133,8 +145,9 @@ class Space:
             return np.asarray((value | self._low) & self._high)
         if self._dtype.kind in "iu":
             # 64-bit bounds do not fit an exclusive high, so draw up to the highest.
-            low, high = self._low, self._highest_integer()
-            value = rng.integers(low, high, self._shape, low.dtype, endpoint=True)
+            wide = self._low.dtype
+            low, high = (limit.astype(wide) for limit in self.limits)
+            value = rng.integers(low, high, self._shape, wide, endpoint=True)
             return np.asarray(value).astype(self._dtype)
         low, high = self._low.astype(np.float64), self._high.astype(np.float64)
         has_low, has_high = np.isfinite(low), np.isfinite(high)
@@ -163,12 +176,9 @@ class Space:
             return value.dtype.kind == "U" and value.shape == self._shape
         if value.shape != self._shape or value.dtype != self._dtype:
             return False
+        low, high = self.limits
         # Written so that NaN, which compares false to everything, is outside.
-        if self._dtype.kind in "iu":
-            inside = (self._low <= value) & (value <= self._highest_integer())
-        else:
-            inside = (self._low <= value) & (value <= self._high)
-        return bool(np.all(inside))
+        return bool(np.all((low <= value) & (value <= high)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Space):
@@ -196,7 +206,7 @@ class Space:
         elif self._dtype.kind == "b":
             array = array.astype(bool)
         else:
-            # What a smaller dtype cannot hold becomes infinite: no bound.
+            # A value that a smaller dtype cannot hold becomes infinite: no bound.
             with np.errstate(over="ignore"):
                 array = array.astype(self._dtype)
         try:
@@ -236,14 +246,6 @@ class Space:
         if largest > np.iinfo(wide).max:
             array = np.minimum(array.astype(object), np.iinfo(wide).max)
         return np.asarray(array).astype(wide)
-
-    def _highest_integer(self) -> np.ndarray:
-        """The highest value that an integer space admits, per element."""
-        assert self._high is not None
-        unbounded = self._high >= np.iinfo(self._dtype).max
-        return np.where(unbounded, np.iinfo(self._dtype).max, self._high - 1).astype(
-            self._high.dtype
-        )
 
 
 def _default_bounds(dtype: np.dtype) -> tuple[Bound, Bound]:

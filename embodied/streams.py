@@ -24,7 +24,7 @@ class Stateless(Stream):
 
     Args:
       source: a function, or an iterator whose items are passed on.
-      args, kwargs: what the function is called with.
+      args, kwargs: arguments of the function.
     """
 
     def __init__(
@@ -202,8 +202,8 @@ class Consec(_Wrapper):
     Samples are dicts of arrays [B, consec * length + prefix, ...]. Chunks have the
     same keys and `consec`, the chunk's index: [B, prefix + length] int32.
 
-    A key with only `prefix` time steps holds what is known about the context of the
-    whole sample, such as recurrent states. The first chunk gets it as it is, the
+    A key with only `prefix` time steps belongs to the context of the whole sample,
+    such as recurrent states. The first chunk gets it as it is, the
     others get zeros of its shape.
 
     Args:
@@ -379,7 +379,7 @@ class Prefetch(_Wrapper):
             return {"source": self._position if started else self._source.save()}
 
     def load(self, data: Tree) -> None:
-        """Drops what was fetched ahead and goes to the position that was saved."""
+        """Drops items that were fetched ahead, and goes to the saved position."""
         state = self._entry(data, "source")
         self._stop()
         self._source.load(state)

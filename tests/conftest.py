@@ -58,3 +58,5 @@ def pytest_configure(config) -> None:
         _shrink(folder)
     os.environ.setdefault("XDG_CACHE_HOME", str(folder))
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "jax"))
+    # Also programs that compile fast: tests have many, and most of them repeatedly.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -1,4 +1,4 @@
-"""Compiled programs and processes of their own, for tests that use JAX."""
+"""Processes of their own, for tests that use JAX."""
 
 from __future__ import annotations
 
@@ -9,29 +9,13 @@ import subprocess
 import sys
 import tempfile
 
-import jax
-
 TESTS = pathlib.Path(__file__).parent
-FOLDERS = (".", "jax", "dreamerv3")  # What programs can import from.
+FOLDERS = (".", "jax", "dreamerv3")  # Programs can import from these.
 PROGRAM_SECONDS = 270
-
-
-@contextlib.contextmanager
-def compilation_cache(folder):
-    """Keeps compiled programs in a folder of the test."""
-    from jax.experimental.compilation_cache import compilation_cache as cache
-
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(folder), 0.0)):
-        jax.config.update(name, value)
-    cache.reset_cache()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        cache.reset_cache()
+# A file of the cache that another process is still writing is no error.
+WARNINGS = ["-W", "error"]
+for verb in ("reading", "writing"):
+    WARNINGS += ["-W", f"ignore:Error {verb} persistent compilation cache"]
 
 
 def run_program(code: str, *arguments: str, **environ: str) -> str:
@@ -45,8 +29,8 @@ def run_programs(code: str, each: list[tuple[str, ...]], **environ: str) -> list
 
     All must succeed; none is left running.
     """
-    # Without what JAX was told in this process.
-    told = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "JAX_COMPILATION_CACHE_DIR")
+    # Without settings of JAX in this process, but for its folder of compiled programs.
+    told = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE")
     environment = {key: os.environ[key] for key in os.environ if key not in told}
     environment["PYTHONPATH"] = os.pathsep.join(str(TESTS / name) for name in FOLDERS)
     with contextlib.ExitStack() as stack:
@@ -55,7 +39,7 @@ def run_programs(code: str, each: list[tuple[str, ...]], **environ: str) -> list
             # A file, since a pipe that nobody reads would stop the program.
             file = stack.enter_context(tempfile.TemporaryFile("w+"))
             program = subprocess.Popen(
-                [sys.executable, "-W", "error", "-c", code, *arguments],
+                [sys.executable, *WARNINGS, "-c", code, *arguments],
                 env={**environment, **environ},
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -325,6 +325,28 @@ class TestChecks:
         with pytest.raises(EnvError, match="returned NoneType; expected a dict"):
             self.drive(Moves(), make_env)
 
+    def test_a_key_that_goes_missing_later_names_the_env(self):
+        def make_env():
+            env = env_factory()()
+            step = env.step
+
+            def forget(action):
+                obs = step(action)
+                if env.count == 1:
+                    del obs["vector"]
+                return obs
+
+            env.step = forget
+            return env
+
+        driver = Driver([env_factory(), make_env], parallel=False)
+        policy = Moves()
+        driver.reset(policy.init)
+        with pytest.raises(EnvError, match="Env 1 returned an observation with keys"):
+            driver(policy, steps=10)
+        with pytest.raises(RuntimeError, match="driver is closed"):
+            driver(policy, steps=1)
+
     def test_undeclared_log_keys_are_fine(self):
         def make_env():
             env = env_factory()()

@@ -7,10 +7,10 @@ from typing import Any
 import ale_py
 import numpy as np
 from ale_py import roms
-from PIL import Image
 
 from embodied.base import Array, Env, Spaces
-from embodied.envs.keys import SIGNALS
+from embodied.envs import rendering
+from embodied.envs.keys import SIGNALS, check_at_least, class_action, signals
 from embodied.envs.registry import UnknownTask
 from embodied.space import Space
 
@@ -20,7 +20,7 @@ LIVES = ("unused", "discount", "reset")
 AGGREGATES = ("max", "mean")
 RESIZERS = ("pillow",)
 
-# What the 100k protocol changes.
+# Options of the 100k protocol that differ.
 _ATARI100K: dict[str, Any] = {
     "size": (64, 64),
     "sticky": False,
@@ -76,11 +76,8 @@ class Atari(Env):
         _check_choice("lives", lives, LIVES)
         _check_choice("aggregate", aggregate, AGGREGATES)
         _check_choice("resize", resize, RESIZERS)
-        _check_least("size", min(size), 1)
-        _check_least("repeat", repeat, 1)
-        _check_least("pooling", pooling, 1)
-        _check_least("noops", noops, 0)
-        _check_least("length", length, 1)
+        check_at_least(1, size=min(size), repeat=repeat, pooling=pooling, length=length)
+        check_at_least(0, noops=noops)
         rom = _find_rom(task)
         self.name = f"atari_{rom}"
         self._size = (int(size[0]), int(size[1]))
@@ -115,10 +112,7 @@ class Atari(Env):
     @property
     def act_space(self) -> Spaces:
         """The index of a joystick action."""
-        return {
-            "reset": Space(bool),
-            "action": Space(np.int32, (), 0, len(self._actions)),
-        }
+        return class_action(len(self._actions))
 
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
         """Repeats an action, or starts the game over."""
@@ -185,10 +179,7 @@ class Atari(Env):
     ) -> dict[str, Array]:
         return {
             "image": self._image(self._frames[:rendered]),
-            "reward": np.float32(reward),
-            "is_first": np.bool_(is_first),
-            "is_last": np.bool_(self._done),
-            "is_terminal": np.bool_(is_terminal),
+            **signals(reward, is_first, self._done, is_terminal),
         }
 
     def _image(self, frames: np.ndarray) -> np.ndarray:
@@ -199,12 +190,8 @@ class Atari(Env):
                 np.maximum(pooled, frame, out=pooled)
         elif len(frames) > 1:
             pooled = frames.mean(0).astype(np.uint8)
-        height, width = self._size
-        resized = Image.fromarray(pooled).resize(
-            (width, height), Image.Resampling.BILINEAR
-        )
-        array = np.asarray(resized)
-        return array[..., None] if self._gray else array
+        resized = rendering.resize(pooled, self._size)
+        return resized[..., None] if self._gray else resized
 
 
 def atari100k(task: str, **options: Any) -> Atari:
@@ -247,8 +234,3 @@ def _is_playable(rom: str) -> bool:
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"Expected {name} to be one of {allowed}, got {value!r}.")
-
-
-def _check_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"Expected {name} of at least {least}, got {value}.")

@@ -9,7 +9,7 @@ import bsuite.bsuite
 import bsuite.sweep
 
 from embodied.envs.from_dm import FromDM
-from embodied.envs.registry import UnknownTask
+from embodied.envs.registry import check_task
 
 
 def make_bsuite(task: str, seed: int = 0) -> FromDM:
@@ -17,11 +17,10 @@ def make_bsuite(task: str, seed: int = 0) -> FromDM:
 
     Args:
       task: experiment and number of the setting, such as 'catch/0'.
-      seed: decides the episodes of experiments whose settings leave that open. What
-        each action does, where it is shuffled, is part of the setting.
+      seed: decides the episodes of experiments whose settings leave that open. The
+        meaning of actions, where it is shuffled, is part of the setting.
     """
-    if task not in bsuite.sweep.SETTINGS:
-        raise UnknownTask.named("bsuite id", task, bsuite.sweep.SETTINGS)
+    check_task("bsuite id", task, bsuite.sweep.SETTINGS)
     name = task.partition(bsuite.sweep.SEPARATOR)[0]
     load = bsuite.bsuite.EXPERIMENT_NAME_TO_ENVIRONMENT[name]
     settings: dict[str, Any] = dict(bsuite.sweep.SETTINGS[task])

@@ -10,8 +10,8 @@ import numpy as np
 from crafter import constants
 
 from embodied.base import Array, Env, Spaces
-from embodied.envs.keys import SIGNALS
-from embodied.envs.registry import UnknownTask
+from embodied.envs.keys import SIGNALS, class_action, signals
+from embodied.envs.registry import check_task
 from embodied.space import Space
 
 TASKS = ("reward", "noreward")
@@ -26,7 +26,7 @@ class Crafter(Env):
       logs: whether to return, as `log/achievement_NAME`, how often each was reached in
         this episode, and as `log/reward` the reward whatever the task.
       length: steps after which an episode is cut.
-      seed: decides the worlds and what happens in them.
+      seed: decides the worlds and the events in them.
     """
 
     def __init__(
@@ -37,8 +37,7 @@ class Crafter(Env):
         length: int = 10_000,
         seed: int = 0,
     ):
-        if task not in TASKS:
-            raise UnknownTask.named("crafter task", task, TASKS)
+        check_task("crafter task", task, TASKS)
         height, width = size
         self._env = _Ordered(
             size=(int(width), int(height)), length=length, seed=int(seed)
@@ -63,10 +62,7 @@ class Crafter(Env):
     @property
     def act_space(self) -> Spaces:
         """The index of an action, of which crafter names 17."""
-        return {
-            "reset": Space(bool),
-            "action": Space(np.int32, (), 0, len(constants.actions)),
-        }
+        return class_action(len(constants.actions))
 
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
         """Steps, or makes a new world."""
@@ -94,10 +90,9 @@ class Crafter(Env):
             logs["log/reward"] = np.float32(reward)
         return {
             "image": image,
-            "reward": np.float32(reward if self._rewarded else 0.0),
-            "is_first": np.bool_(is_first),
-            "is_last": np.bool_(self._done),
-            "is_terminal": np.bool_(is_terminal),
+            **signals(
+                reward if self._rewarded else 0.0, is_first, self._done, is_terminal
+            ),
             **logs,
         }
 

@@ -9,7 +9,8 @@ import numpy as np
 from embodied.base import Array, Env, Spaces
 from embodied.envs import rendering
 from embodied.envs.from_dm import FromDM
-from embodied.envs.registry import UnknownTask
+from embodied.envs.keys import SIGNALS
+from embodied.envs.registry import check_task
 from embodied.space import Space
 
 # Cameras that show the task; others look at it well from the first.
@@ -55,9 +56,8 @@ class DMC(Env):
     def obs_space(self) -> Spaces:
         """The task's own observations, an image, or both."""
         spaces = self._env.obs_space
-        flags = ("reward", "is_first", "is_last", "is_terminal")
         if not self._proprio:
-            spaces = {key: spaces[key] for key in flags}
+            spaces = dict(SIGNALS)
         if self._image:
             spaces["image"] = Space(np.uint8, (*self._size, 3))
         return spaces
@@ -71,24 +71,14 @@ class DMC(Env):
         """Steps, or resets."""
         obs = self._env.step(action)
         if not self._proprio:
-            flags = ("reward", "is_first", "is_last", "is_terminal")
-            obs = {key: obs[key] for key in flags}
+            obs = {key: obs[key] for key in SIGNALS}
         if self._image:
-            obs["image"] = render(self._physics, self._size, self._camera)
+            obs["image"] = rendering.render(self._physics, self._size, self._camera)
         return obs
 
     def close(self) -> None:
         """Closes the environment."""
         self._env.close()
-
-
-def render(physics: Any, size: tuple[int, int], camera: int | str) -> np.ndarray:
-    """Draws a scene of dm_control as an image [H, W, 3] uint8."""
-    height, width = size
-    try:
-        return physics.render(height, width, camera_id=camera)
-    except (RuntimeError, ImportError, AttributeError) as error:
-        raise rendering.failure(error) from error
 
 
 def _load(task: str, seed: int) -> tuple[str, Any]:
@@ -103,7 +93,6 @@ def _load(task: str, seed: int) -> tuple[str, Any]:
     for alias, domain in _ALIASES.items():
         if task.startswith(f"{alias}_"):
             task = task.replace(alias, domain, 1)
-    if task not in names:
-        raise UnknownTask.named("dmc task", task, names)
+    check_task("dmc task", task, names)
     domain, name = names[task]
     return domain, suite.load(domain, name, task_kwargs={"random": seed})

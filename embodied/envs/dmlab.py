@@ -8,7 +8,7 @@ import deepmind_lab
 import numpy as np
 
 from embodied.base import Array, Env, Spaces
-from embodied.envs.keys import SIGNALS
+from embodied.envs.keys import SIGNALS, check_at_least, class_action, signals
 from embodied.space import Space
 
 FOLDER = "contributed/dmlab30/"
@@ -52,8 +52,7 @@ class DMLab(Env):
         use_seed: bool = True,
         seed: int = 0,
     ):
-        if repeat < 1:
-            raise ValueError(f"Expected repeat of at least 1, got {repeat}.")
+        check_at_least(1, repeat=repeat)
         self._size = (int(size[0]), int(size[1]))
         self._repeat = repeat
         self._episodic = episodic
@@ -81,10 +80,7 @@ class DMLab(Env):
     @property
     def act_space(self) -> Spaces:
         """The index of one of `ACTIONS`."""
-        return {
-            "reset": Space(bool),
-            "action": Space(np.int32, (), 0, len(self._actions)),
-        }
+        return class_action(len(self._actions))
 
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
         """Repeats an action, or starts the level over."""
@@ -114,10 +110,7 @@ class DMLab(Env):
                 self._seen["instruction"] = _hash_words(raw["INSTR"])
         return {
             **self._seen,
-            "reward": np.float32(reward),
-            "is_first": np.bool_(is_first),
-            "is_last": np.bool_(self._done),
-            "is_terminal": np.bool_(self._done and self._episodic),
+            **signals(reward, is_first, self._done, self._done and self._episodic),
         }
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from embodied.base import Env, Spaces
-from embodied.envs.registry import UnknownTask
+from embodied.envs.keys import SIGNALS, check_at_least, signals
+from embodied.envs.registry import check_task
 from embodied.space import Space
 
 TASKS = ("disc", "cont", "both")
@@ -38,10 +39,8 @@ class Dummy(Env):
         length: int = 100,
         seed: int = 0,
     ):
-        if task not in TASKS:
-            raise UnknownTask.named("dummy task", task, TASKS)
-        if length < 1:
-            raise ValueError(f"Expected a length of at least 1, got {length}.")
+        check_task("dummy task", task, TASKS)
+        check_at_least(1, length=length)
         self._task = task
         self._size = (int(size[0]), int(size[1]))
         self._length = length
@@ -70,10 +69,7 @@ class Dummy(Env):
             "count": Space(np.float32, (), 0, self._length),
             "float2d": Space(np.float32, (4, 5)),
             "int2d": Space(np.int32, (2, 3), 0, 4),
-            "reward": Space(np.float32),
-            "is_first": Space(bool),
-            "is_last": Space(bool),
-            "is_terminal": Space(bool),
+            **SIGNALS,
         }
 
     @property
@@ -97,6 +93,7 @@ class Dummy(Env):
         self._done = self._count >= self._length
         # An odd stride over the frames, so that episodes differ from each other.
         frame = (self._count + 5 * self._episode) % _FRAMES
+        terminal = self._done and self._episode % 2 == 1
         return {
             "image": self._images[frame],
             "vector": self._vectors[frame],
@@ -104,8 +101,5 @@ class Dummy(Env):
             "count": np.float32(self._count),
             "float2d": self._float2d[frame],
             "int2d": self._int2d[frame],
-            "reward": np.float32(self._done),
-            "is_first": np.bool_(first),
-            "is_last": np.bool_(self._done),
-            "is_terminal": np.bool_(self._done and self._episode % 2 == 1),
+            **signals(self._done, first, self._done, terminal),
         }

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from embodied.base import Array, Env, Spaces
-from embodied.envs.keys import SIGNALS, UnsupportedSpace, check_keys
+from embodied.envs.keys import (
+    SIGNALS,
+    Path,
+    UnsupportedSpace,
+    check_at_least,
+    check_keys,
+    flatten,
+    is_image,
+    signals,
+    unflatten,
+)
 from embodied.envs.registry import UnknownTask, find_factory
 from embodied.space import Space
 
 _ADVICE = "Choose another obs_key or act_key, or rename it in the environment's specs."
-_SEEDS = ("seed", "random_state", "random_seed")  # What factories call theirs.
+_SEEDS = ("seed", "random_state", "random_seed")  # Parameters of factories.
 
 
 class FromDM(Env):
@@ -27,7 +36,7 @@ class FromDM(Env):
     left out. A discount of zero sets `is_terminal`.
 
     Args:
-      env: an environment, or `package.module:Name` of what returns one. That is called
+      env: an environment, or `package.module:Name` of its factory, which is called
         with `kwargs` and, if it has a parameter named seed, random_state or
         random_seed, the seed.
       obs_key: key of an observation that is a single array. Default: 'image' for an
@@ -35,7 +44,7 @@ class FromDM(Env):
       act_key: key of an action that is a single array.
       repeat: steps that each action is repeated, within an episode.
       seed: see `env`; an environment that is made already has its own.
-      **kwargs: options of what returns the environment.
+      **kwargs: options of the factory.
     """
 
     def __init__(
@@ -47,8 +56,7 @@ class FromDM(Env):
         seed: int = 0,
         **kwargs: Any,
     ):
-        if repeat < 1:
-            raise ValueError(f"Expected repeat of at least 1, got {repeat}.")
+        check_at_least(1, repeat=repeat)
         if isinstance(env, str):
             env = _make(env, seed, kwargs)
         elif kwargs:
@@ -68,7 +76,7 @@ class FromDM(Env):
         self._act_spec = env.action_spec()
         obs_spec = env.observation_spec()
         if obs_key is None:
-            obs_key = "image" if _is_image(obs_spec) else "obs"
+            obs_key = "image" if is_image(obs_spec) else "obs"
         self._obs_leaves = _obs_leaves(obs_spec, obs_key)
         self._act_leaves = _act_leaves(self._act_spec, act_key)
         check_keys(
@@ -81,10 +89,7 @@ class FromDM(Env):
     @property
     def obs_space(self) -> Spaces:
         """The flattened observation spec."""
-        return {
-            **{leaf.key: leaf.space for leaf in self._obs_leaves},
-            **SIGNALS,
-        }
+        return {**{leaf.key: leaf.space for leaf in self._obs_leaves}, **SIGNALS}
 
     @property
     def act_space(self) -> Spaces:
@@ -101,7 +106,7 @@ class FromDM(Env):
             time_step = self.dm_env.reset()
             return self._observe(time_step, 0.0, is_terminal=False)
         values = (leaf.decode(action[leaf.key]) for leaf in self._act_leaves)
-        nested = _unflatten(self._act_spec, values)
+        nested = unflatten(self._act_spec, values)
         reward = 0.0
         for _ in range(self._repeat):
             time_step = self.dm_env.step(nested)
@@ -127,10 +132,7 @@ class FromDM(Env):
         obs = time_step.observation
         return {
             **{leaf.key: leaf.encode(obs) for leaf in self._obs_leaves},
-            "reward": np.float32(reward),
-            "is_first": np.bool_(time_step.first()),
-            "is_last": np.bool_(self._done),
-            "is_terminal": np.bool_(is_terminal),
+            **signals(reward, time_step.first(), self._done, is_terminal),
         }
 
 
@@ -146,14 +148,14 @@ class _Leaf:
 
     Attributes:
       key: ours.
-      path: keys and indices that lead to it.
+      path: where it lies in an observation or action.
       space: ours.
       dtype: the spec's.
-      start: what our 0 is there; None for 0.
+      start: the spec's value of our 0; None for 0.
     """
 
     key: str
-    path: tuple[Any, ...]
+    path: Path
     space: Space
     dtype: np.dtype
     start: np.ndarray | None = None
@@ -168,7 +170,7 @@ class _Leaf:
         return array
 
     def decode(self, value: Array) -> np.ndarray:
-        """Converts an array of ours to what the spec asks for."""
+        """Converts an array of ours to one of the spec."""
         array = np.asarray(value)
         if self.start is not None:
             array = array.astype(np.int64) + self.start
@@ -177,8 +179,7 @@ class _Leaf:
 
 def _obs_leaves(spec: Any, key: str) -> list[_Leaf]:
     leaves = []
-    for path, part in _walk(spec, ()):
-        name = _join(spec, key, path)
+    for name, path, part in flatten(spec, key):
         if any(size == 0 for size in part.shape):
             continue
         dtype = _dtype(name, part)
@@ -196,8 +197,7 @@ def _obs_leaves(spec: Any, key: str) -> list[_Leaf]:
 
 def _act_leaves(spec: Any, key: str) -> list[_Leaf]:
     leaves = []
-    for path, part in _walk(spec, ()):
-        name = _join(spec, key, path)
+    for name, path, part in flatten(spec, key):
         dtype = _dtype(name, part)
         low, high = getattr(part, "minimum", None), getattr(part, "maximum", None)
         if dtype.kind == "b":
@@ -217,33 +217,6 @@ def _act_leaves(spec: Any, key: str) -> list[_Leaf]:
     return leaves
 
 
-def _walk(spec: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(spec, Mapping):
-        children = list(spec.items())
-    elif isinstance(spec, list | tuple):
-        children = list(enumerate(spec))
-    else:
-        yield path, spec
-        return
-    for part, child in children:
-        yield from _walk(child, (*path, part))
-
-
-def _unflatten(spec: Any, values: Iterator[Any]) -> Any:
-    """Builds a nested value from its leaves, in the order of `_walk`."""
-    if isinstance(spec, Mapping):
-        return {part: _unflatten(child, values) for part, child in spec.items()}
-    if isinstance(spec, list | tuple):
-        children = [_unflatten(child, values) for child in spec]
-        return tuple(children) if isinstance(spec, tuple) else children
-    return next(values)
-
-
-def _join(spec: Any, key: str, path: tuple[Any, ...]) -> str:
-    root = () if isinstance(spec, Mapping) else (key,)
-    return "/".join((*root, *map(str, path)))
-
-
 def _dtype(name: str, spec: Any) -> np.dtype:
     dtype = np.dtype(spec.dtype)
     if dtype.kind not in "biuf":
@@ -252,11 +225,6 @@ def _dtype(name: str, spec: Any) -> np.dtype:
             "Leave it out of the environment's specs."
         )
     return dtype
-
-
-def _is_image(spec: Any) -> bool:
-    shape = getattr(spec, "shape", ())
-    return len(shape) == 3 and np.dtype(spec.dtype) == np.uint8
 
 
 def _make(name: str, seed: int, kwargs: dict[str, Any]) -> Any:

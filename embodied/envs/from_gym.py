@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -12,7 +12,17 @@ import numpy as np
 from gymnasium import spaces
 
 from embodied.base import Array, Env, Spaces
-from embodied.envs.keys import SIGNALS, UnsupportedSpace, UnusableEnv, check_keys
+from embodied.envs.keys import (
+    SIGNALS,
+    Path,
+    UnsupportedSpace,
+    UnusableEnv,
+    check_keys,
+    flatten,
+    is_image,
+    signals,
+    unflatten,
+)
 from embodied.envs.registry import MissingExtra, UnknownTask
 from embodied.space import Space
 
@@ -24,7 +34,7 @@ _PROVIDERS = (
 )
 
 
-# What these methods return.
+# Values that these methods return.
 _RESET = ("observation", "info")
 _STEP = ("observation", "reward", "terminated", "truncated", "info")
 
@@ -81,9 +91,13 @@ class FromGym(Env):
         self._done = True
         self._closed = False
         if obs_key is None:
-            obs_key = "image" if _is_image(env.observation_space) else "obs"
-        self._obs_leaves = _leaves(env.observation_space, obs_key, acts=False)
-        self._act_leaves = _leaves(env.action_space, act_key, acts=True)
+            obs_key = "image" if is_image(env.observation_space) else "obs"
+        self._obs_leaves = [
+            _leaf(*leaf, acts=False) for leaf in flatten(env.observation_space, obs_key)
+        ]
+        self._act_leaves = [
+            _leaf(*leaf, acts=True) for leaf in flatten(env.action_space, act_key)
+        ]
         check_keys(
             self.name,
             [leaf.key for leaf in self._obs_leaves],
@@ -123,7 +137,7 @@ class FromGym(Env):
             self._done = False
             return self._observe(obs, info, is_first=True)
         values = (leaf.decode(action[leaf.key]) for leaf in self._act_leaves)
-        nested = _unflatten(self.gym_env.action_space, values)
+        nested = unflatten(self.gym_env.action_space, values)
         obs, reward, terminated, truncated, info = self._check(
             _STEP, self.gym_env.step(nested)
         )
@@ -161,10 +175,7 @@ class FromGym(Env):
         return {
             **{leaf.key: leaf.encode(leaf.find(obs)) for leaf in self._obs_leaves},
             **{f"log/{key}": np.float32(info.get(key, 0.0)) for key in self._info_keys},
-            "reward": np.float32(reward),
-            "is_first": np.bool_(is_first),
-            "is_last": np.bool_(self._done),
-            "is_terminal": np.bool_(is_terminal),
+            **signals(reward, is_first, self._done, is_terminal),
         }
 
 
@@ -179,14 +190,14 @@ class _Leaf:
 
     Attributes:
       key: ours.
-      path: keys and indices that lead to it in a Gymnasium value.
+      path: where it lies in a Gymnasium value.
       space: ours.
-      gym_space: the Gymnasium space there.
-      start: what our 0 is there, for the whole array or per element; None for 0.
+      gym_space: Gymnasium's.
+      start: the Gymnasium value of our 0, for all elements or for each; None for 0.
     """
 
     key: str
-    path: tuple[Any, ...]
+    path: Path
     space: Space
     gym_space: gymnasium.Space
     start: int | np.ndarray | None = None
@@ -207,7 +218,7 @@ class _Leaf:
     def encode(self, value: Any) -> np.ndarray:
         """Converts an element to ours, in a copy: it may be the environment's buffer.
 
-        What does not fit is returned as it is, for the check of spaces to report.
+        A value that does not fit is returned as it is, for CheckSpaces to report.
         """
         array = np.array(value)
         kinds = "biuf" if self.start is None else "biu"
@@ -231,40 +242,7 @@ class _Leaf:
         return array[()] if isinstance(self.gym_space, spaces.Discrete) else array
 
 
-def _leaves(space: gymnasium.Space, key: str, acts: bool) -> list[_Leaf]:
-    """Returns the leaves of a space; `key` names a space that is not a Dict."""
-    root: tuple[str, ...] = () if isinstance(space, spaces.Dict) else (key,)
-    return [
-        _leaf("/".join((*root, *map(str, path))), path, part, acts)
-        for path, part in _walk(space, ())
-    ]
-
-
-def _walk(
-    space: gymnasium.Space, path: tuple[Any, ...]
-) -> Iterator[tuple[tuple[Any, ...], gymnasium.Space]]:
-    if isinstance(space, spaces.Dict):
-        children: Iterable[tuple[Any, gymnasium.Space]] = space.spaces.items()
-    elif isinstance(space, spaces.Tuple):
-        children = enumerate(space.spaces)
-    else:
-        yield path, space
-        return
-    for part, child in children:
-        yield from _walk(child, (*path, part))
-
-
-def _unflatten(space: gymnasium.Space, values: Iterator[Any]) -> Any:
-    """Builds a nested value of `space` from its leaves, in the order of `_walk`."""
-    if isinstance(space, spaces.Dict):
-        children = space.spaces.items()
-        return {part: _unflatten(child, values) for part, child in children}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_unflatten(child, values) for child in space.spaces)
-    return next(values)
-
-
-def _leaf(key: str, path: tuple[Any, ...], space: gymnasium.Space, acts: bool) -> _Leaf:
+def _leaf(key: str, path: Path, space: gymnasium.Space, acts: bool) -> _Leaf:
     try:
         if isinstance(space, spaces.Discrete):
             classes = _classes(int(space.n))
@@ -286,7 +264,7 @@ def _leaf(key: str, path: tuple[Any, ...], space: gymnasium.Space, acts: bool) -
     )
 
 
-def _box_leaf(key: str, path: tuple[Any, ...], space: spaces.Box, acts: bool) -> _Leaf:
+def _box_leaf(key: str, path: Path, space: spaces.Box, acts: bool) -> _Leaf:
     dtype = np.dtype(space.dtype)
     if dtype.kind == "f":
         bounds = (space.low, space.high) if acts else (None, None)
@@ -311,14 +289,6 @@ def _classes(number: int | np.ndarray) -> Space:
     if np.any(number > np.iinfo(np.int32).max):
         raise ValueError(f"expected classes that fit int32, got {number.max()}.")
     return Space(np.int32, number.shape, 0, number)
-
-
-def _is_image(space: gymnasium.Space) -> bool:
-    return (
-        isinstance(space, spaces.Box)
-        and space.dtype == np.uint8
-        and len(space.shape) == 3
-    )
 
 
 def _make(task: str, kwargs: dict[str, Any]) -> gymnasium.Env:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from embodied.base import Env, Spaces
-from embodied.envs.registry import UnknownTask
+from embodied.envs.keys import SIGNALS, check_at_least, class_action, signals
+from embodied.envs.registry import check_task
 from embodied.space import Space
 
 TASKS = ("reach", "avoid")
@@ -53,10 +54,8 @@ class Grid(Env):
         length: int = 10,
         seed: int = 0,
     ):
-        if task not in TASKS:
-            raise UnknownTask.named("grid task", task, TASKS)
-        if length < 1:
-            raise ValueError(f"Expected a length of at least 1, got {length}.")
+        check_task("grid task", task, TASKS)
+        check_at_least(1, length=length)
         if len(size) != 2 or any(side < 1 or side % CELLS for side in size):
             raise ValueError(
                 f"Expected a size of two multiples of {CELLS}, the number of cells, "
@@ -79,20 +78,14 @@ class Grid(Env):
         """The image, and `log/success` for the logger."""
         return {
             "image": Space(np.uint8, self._floor.shape),
-            "reward": Space(np.float32),
-            "is_first": Space(bool),
-            "is_last": Space(bool),
-            "is_terminal": Space(bool),
+            **SIGNALS,
             "log/success": Space(np.float32, (), 0, 1),
         }
 
     @property
     def act_space(self) -> Spaces:
         """One of five moves, in the order of `MOVES`."""
-        return {
-            "reset": Space(bool),
-            "action": Space(np.int32, (), 0, len(MOVES)),
-        }
+        return class_action(len(MOVES))
 
     def step(self, action: dict[str, Any]) -> dict[str, Any]:
         """Moves by one cell; at the edge of the arena the agent stays."""
@@ -128,10 +121,7 @@ class Grid(Env):
         self._draw(image, self._agent, _AGENT)
         return {
             "image": image,
-            "reward": np.float32(success),
-            "is_first": np.bool_(first),
-            "is_last": np.bool_(self._done),
-            "is_terminal": np.bool_(success or trapped),
+            **signals(success, first, self._done, success or trapped),
             "log/success": np.float32(success),
         }
 

@@ -1,15 +1,16 @@
-"""Which keys environments may use for observations and actions; where they are made."""
+"""Keys and spaces that environments have in common; in the process that steps them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from embodied.errors import TaskError
+from embodied.base import Array, Spaces, TaskError
 from embodied.space import Space
 
-# What every environment tells about its episodes, beside its own observations.
+# Keys about the episode, which every environment has beside its own observations.
 SIGNALS = {
     "reward": Space(np.float32),
     "is_first": Space(bool),
@@ -23,13 +24,42 @@ RESERVED = (
 )
 RESERVED_PREFIXES = ("log/", "dyn/")
 
+Path = tuple[Any, ...]  # Keys and indices that lead to an element of a nested value.
+
 
 class UnusableEnv(TaskError, TypeError):
-    """What a task names is no environment, or none with an interface that we know."""
+    """The task is not a usable environment."""
 
 
 class UnsupportedSpace(TaskError, TypeError):
     """A foreign space does not fit arrays of fixed shape under keys of their own."""
+
+
+def signals(
+    reward: Any,
+    is_first: bool = False,
+    is_last: bool = False,
+    is_terminal: bool = False,
+) -> dict[str, Array]:
+    """Returns the part of an observation whose spaces are `SIGNALS`."""
+    return {
+        "reward": np.float32(reward),
+        "is_first": np.bool_(is_first),
+        "is_last": np.bool_(is_last),
+        "is_terminal": np.bool_(is_terminal),
+    }
+
+
+def class_action(classes: int) -> Spaces:
+    """Returns the action space of environments whose only action is a class."""
+    return {"reset": Space(bool), "action": Space(np.int32, (), 0, classes)}
+
+
+def check_at_least(least: int, **options: int) -> None:
+    """Raises ValueError unless all options are at least as large."""
+    for name, value in options.items():
+        if value < least:
+            raise ValueError(f"Expected {name} of at least {least}, got {value}.")
 
 
 def check_keys(
@@ -41,7 +71,7 @@ def check_keys(
       name: the environment's.
       obs_keys: keys of its observations.
       act_keys: keys of its actions.
-      advice: what to do about a key that is not, as a sentence.
+      advice: how to rename a key, as a sentence.
     """
     taken: set[str] = set()
     for kind, keys in (("observation", obs_keys), ("action", act_keys)):
@@ -49,7 +79,7 @@ def check_keys(
             if key in RESERVED or key.startswith(RESERVED_PREFIXES):
                 problem = "is reserved"
             elif key in taken:
-                problem = "is there twice"
+                problem = "occurs twice"
             else:
                 taken.add(key)
                 continue
@@ -57,3 +87,42 @@ def check_keys(
                 f"Expected {kind} keys of env {name} that are free and unique, got "
                 f"{key!r}, which {problem}. {advice}"
             )
+
+
+def flatten(space: Any, key: str) -> Iterator[tuple[str, Path, Any]]:
+    """Yields key, path and leaf of every element of a nested space or spec.
+
+    Keys are the parts of the path, joined with slashes; `key` comes first where the
+    outermost space is not a mapping.
+    """
+    root = () if isinstance(space, Mapping) else (key,)
+    for path, leaf in _walk(space, ()):
+        yield "/".join((*root, *map(str, path))), path, leaf
+
+
+def unflatten(space: Any, values: Iterator[Any]) -> Any:
+    """Builds a nested value of `space` from its leaves, in the order of `flatten`."""
+    if isinstance(space, Mapping):
+        return {part: unflatten(child, values) for part, child in space.items()}
+    if isinstance(space, Sequence):
+        children = [unflatten(child, values) for child in space]
+        return children if isinstance(space, list) else tuple(children)
+    return next(values)
+
+
+def is_image(space: Any) -> bool:
+    """Returns whether a space or spec is 3-dimensional and uint8."""
+    shape = getattr(space, "shape", None) or ()
+    return len(shape) == 3 and space.dtype == np.uint8
+
+
+def _walk(space: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(space, Mapping):
+        children: Iterable[tuple[Any, Any]] = space.items()
+    elif isinstance(space, Sequence):
+        children = enumerate(space)
+    else:
+        yield path, space
+        return
+    for part, child in children:
+        yield from _walk(child, (*path, part))

@@ -13,9 +13,9 @@ import numpy as np
 
 from embodied.base import Array, Env, Spaces
 from embodied.envs import rendering
-from embodied.envs.dmc import render
 from embodied.envs.from_dm import FromDM
-from embodied.envs.registry import UnknownTask
+from embodied.envs.keys import check_at_least
+from embodied.envs.registry import check_task
 from embodied.space import Space
 
 # Modules and classes of dm_control.locomotion.walkers, and how wide corridors are for
@@ -54,7 +54,7 @@ class LocoNav(Env):
         'maze_l', 'maze_xl' or 'empty', such as 'ant_maze_m'.
       size: height and width of images.
       repeat: steps that each action is repeated.
-      camera: index of the camera; -1 for what the walker sees.
+      camera: index of the camera; -1 for the walker's view.
       length: steps, before repeats, after which an episode is cut.
       seed: decides the places of walkers and targets.
     """
@@ -68,10 +68,8 @@ class LocoNav(Env):
         length: int = 3000,
         seed: int = 0,
     ):
-        if task not in TASKS:
-            raise UnknownTask.named("loconav task", task, TASKS)
-        if length < 1:
-            raise ValueError(f"Expected a length of at least 1, got {length}.")
+        check_task("loconav task", task, TASKS)
+        check_at_least(1, length=length)
         rendering.choose_backend(images=True)
         self._size = (int(size[0]), int(size[1]))
         self._camera = camera
@@ -81,7 +79,9 @@ class LocoNav(Env):
         )
         self._env = FromDM(env, repeat=repeat)
         self._dm_env = env
-        render(env.physics, self._size, max(0, camera))  # Fails now, not later.
+        rendering.render(
+            env.physics, self._size, max(0, camera)
+        )  # Fails now, not later.
         self._cells = sum(_draw(layout).count(token) for token in ".PG")
         self._visited: set[tuple[int, int]] = set()
 
@@ -108,7 +108,7 @@ class LocoNav(Env):
         if self._camera == -1:
             obs["image"] = obs.pop(_CAMERA_KEY)
         else:
-            obs["image"] = render(physics, self._size, self._camera)
+            obs["image"] = rendering.render(physics, self._size, self._camera)
         if obs["is_first"]:
             self._visited.clear()
         position = physics.bind(self._walker.root_body).xpos

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from embodied.envs import rendering
 from embodied.envs.from_dm import FromDM
-from embodied.envs.registry import UnknownTask
+from embodied.envs.registry import check_task
 
 TASKS = ("9x9", "11x11", "13x13", "15x15")
 _PACKAGE = "memory_maze"
@@ -28,8 +28,7 @@ def make_memmaze(
       size: height and width of images, which are equal.
       seed: decides the mazes.
     """
-    if task not in TASKS:
-        raise UnknownTask.named("memmaze task", task, TASKS)
+    check_task("memmaze task", task, TASKS)
     if size[0] != size[1]:
         raise ValueError(f"Expected a size of equal sides, got {tuple(size)}.")
     rendering.choose_backend(images=True)

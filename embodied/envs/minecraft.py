@@ -5,16 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from minerl.herobraine.env_specs.simple_embodiment import SimpleEmbodimentEnvSpec
+from minerl.herobraine.hero import handlers, mc
 
 from embodied.base import Array, Env, Spaces
-from embodied.envs import minecraft_spec as spec
-from embodied.envs.keys import SIGNALS
-from embodied.envs.registry import UnknownTask
+from embodied.envs.keys import SIGNALS, class_action, signals
+from embodied.envs.registry import check_task
 from embodied.space import Space
 
 TASKS = ("diamond", "wood")
 
-# What leads to a diamond; each is rewarded once per episode.
+ITEMS = (
+    *("log", "planks", "stick", "crafting_table", "wooden_pickaxe", "dirt"),
+    *("cobblestone", "stone", "stone_pickaxe", "furnace", "coal", "torch"),
+    *("iron_ore", "iron_ingot", "iron_pickaxe", "diamond"),
+)
+TOOLS = ("air", "wooden_pickaxe", "stone_pickaxe", "iron_pickaxe", "other")
+PLACED = ("dirt", "cobblestone", "crafting_table", "furnace", "torch")
+CRAFTED = ("planks", "stick", "crafting_table", "torch")
+CRAFTED_NEARBY = ("wooden_pickaxe", "stone_pickaxe", "iron_pickaxe", "furnace")
+SMELTED = ("iron_ingot", "coal")
+EQUIPPED = ("wooden_pickaxe", "stone_pickaxe", "iron_pickaxe")
+
+# Items on the way to a diamond; each is rewarded once per episode.
 MILESTONES = (
     *("log", "planks", "stick", "crafting_table", "wooden_pickaxe", "cobblestone"),
     *("stone_pickaxe", "iron_ore", "furnace", "iron_ingot", "iron_pickaxe", "diamond"),
@@ -38,11 +51,11 @@ _CHOICES: tuple[dict[str, Any], ...] = (
     {"left": 1},
     {"right": 1},
     {"jump": 1, "forward": 1},
-    *({"place": name} for name in spec.PLACED),
-    *({"craft": name} for name in spec.CRAFTED),
-    *({"nearbyCraft": name} for name in spec.CRAFTED_NEARBY),
-    *({"nearbySmelt": name} for name in spec.SMELTED),
-    *({"equip": name} for name in spec.EQUIPPED),
+    *({"place": name} for name in PLACED),
+    *({"craft": name} for name in CRAFTED),
+    *({"nearbyCraft": name} for name in CRAFTED_NEARBY),
+    *({"nearbySmelt": name} for name in SMELTED),
+    *({"equip": name} for name in EQUIPPED),
 )
 
 
@@ -51,7 +64,7 @@ class Minecraft(Env):
 
     Args:
       task: 'diamond' rewards each of the twelve milestones to it once; 'wood' rewards
-        every log. Both add a hundredth of what is gained or lost in health.
+        every log. Both add a hundredth of the change in health.
       size: height and width of images.
       break_speed: how much faster than usual blocks break.
       logs: whether to return, as `log/NAME`, the most of each item that was held.
@@ -68,16 +81,15 @@ class Minecraft(Env):
         length: int = 36_000,
         seed: int = 0,
     ):
-        if task not in TASKS:
-            raise UnknownTask.named("minecraft task", task, TASKS)
+        check_task("minecraft task", task, TASKS)
         self._task = task
         self._size = (int(size[0]), int(size[1]))
         self._logs = logs
         self._length = length
         self._rng = np.random.default_rng(seed)
         # The server's own limit never comes first.
-        self._env = spec.Survival(self._size, break_speed, length + 100).make()
-        self._most = np.zeros(len(spec.ITEMS), np.float32)
+        self._env = _Survival(self._size, break_speed, length + 100).make()
+        self._most = np.zeros(len(ITEMS), np.float32)
         self._health = 0.0
         self._pitch = 0.0
         self._count = 0
@@ -87,8 +99,8 @@ class Minecraft(Env):
     @property
     def obs_space(self) -> Spaces:
         """An image, the inventory, the tool in hand, and how the player is."""
-        items, tools = len(spec.ITEMS), len(spec.TOOLS)
-        logs = {f"log/{item}": Space(np.float32) for item in spec.ITEMS}
+        items, tools = len(ITEMS), len(TOOLS)
+        logs = {f"log/{item}": Space(np.float32) for item in ITEMS}
         return {
             "image": Space(np.uint8, (*self._size, 3)),
             "inventory": Space(np.float32, (items,), 0),
@@ -104,10 +116,7 @@ class Minecraft(Env):
     @property
     def act_space(self) -> Spaces:
         """One of the moves, turns and crafts of the diamond's recipe."""
-        return {
-            "reset": Space(bool),
-            "action": Space(np.int32, (), 0, len(_CHOICES)),
-        }
+        return class_action(len(_CHOICES))
 
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
         """Steps, or makes a new world."""
@@ -133,7 +142,7 @@ class Minecraft(Env):
             self._env.close()
 
     def _command(self, index: int) -> dict[str, Any]:
-        """Returns what MineRL takes for one of our actions."""
+        """Returns the command of MineRL for one of our actions."""
         choice = dict(_CHOICES[index])
         down, right = choice.pop("camera", (0.0, 0.0))
         before, self._pitch = self._pitch, np.clip(self._pitch + down, -PITCH, PITCH)
@@ -142,7 +151,7 @@ class Minecraft(Env):
 
     def _reward(self, raw: dict[str, Any]) -> float:
         before, self._most = self._most, np.maximum(self._most, _inventory(raw))
-        index = spec.ITEMS.index
+        index = ITEMS.index
         if self._task == "wood":
             reward = float(self._most[index("log")] - before[index("log")])
         else:
@@ -161,10 +170,10 @@ class Minecraft(Env):
         is_terminal: bool = False,
     ) -> dict[str, Array]:
         tool = str(raw["equipped_items"]["mainhand"]["type"])
-        tool = tool if tool in spec.TOOLS else "other"
-        equipped = np.array([name == tool for name in spec.TOOLS], np.float32)
+        tool = tool if tool in TOOLS else "other"
+        equipped = np.array([name == tool for name in TOOLS], np.float32)
         stats = raw["life_stats"]
-        logs = zip(spec.ITEMS, self._most if self._logs else ())
+        logs = zip(ITEMS, self._most if self._logs else ())
         return {
             "image": np.array(raw["pov"], np.uint8),
             "inventory": _inventory(raw),
@@ -173,10 +182,7 @@ class Minecraft(Env):
             "health": np.float32(float(stats["life"]) / 20),
             "hunger": np.float32(float(stats["food"]) / 20),
             "breath": np.float32(float(stats["air"]) / 300),
-            "reward": np.float32(reward),
-            "is_first": np.bool_(is_first),
-            "is_last": np.bool_(self._done),
-            "is_terminal": np.bool_(is_terminal),
+            **signals(reward, is_first, self._done, is_terminal),
             **{f"log/{item}": most for item, most in logs},
         }
 
@@ -184,4 +190,92 @@ class Minecraft(Env):
 def _inventory(raw: dict[str, Any]) -> np.ndarray:
     """Returns how many of each item are held [ITEMS] float32."""
     held = raw["inventory"]
-    return np.array([float(held.get(item, 0)) for item in spec.ITEMS], np.float32)
+    return np.array([float(held.get(item, 0)) for item in ITEMS], np.float32)
+
+
+class _Survival(SimpleEmbodimentEnvSpec):
+    """The usual world, in which blocks break fast and crafting needs no windows.
+
+    Args:
+      size: height and width of images.
+      break_speed: how much faster than usual blocks break.
+      length: steps after which the server ends the episode.
+    """
+
+    def __init__(self, size: tuple[int, int], break_speed: float, length: int):
+        self._break_speed = break_speed
+        super().__init__(
+            "DreamerSurvival-v0",
+            resolution=(size[1], size[0]),
+            max_episode_steps=length,
+        )
+
+    def create_observables(self) -> list[Any]:
+        """Adds inventory, tool in hand, health, food and air to the image."""
+        return [
+            *super().create_observables(),
+            handlers.FlatInventoryObservation(list(ITEMS)),
+            handlers.EquippedItemObservation(
+                list(TOOLS), _default="air", _other="other"
+            ),
+            handlers.ObservationFromLifeStats(),
+        ]
+
+    def create_actionables(self) -> list[Any]:
+        """Adds placing, crafting, smelting and equipping to moving and looking."""
+        none = {"_other": "none", "_default": "none"}
+        return [
+            *super().create_actionables(),
+            handlers.PlaceBlock(["none", *PLACED], **none),
+            handlers.EquipAction(["none", "air", *EQUIPPED], **none),
+            handlers.CraftAction(["none", *CRAFTED], **none),
+            handlers.CraftNearbyAction(["none", *CRAFTED_NEARBY], **none),
+            handlers.SmeltItemNearby(["none", *SMELTED], **none),
+        ]
+
+    def create_agent_start(self) -> list[Any]:
+        """Lets blocks break faster."""
+        return [handlers.AgentStartBreakSpeedMultiplier(self._break_speed)]
+
+    def create_server_world_generators(self) -> list[Any]:
+        """A new world in every episode."""
+        return [handlers.DefaultWorldGenerator(force_reset=True)]
+
+    def create_server_quit_producers(self) -> list[Any]:
+        """Ends when time is up or the player is dead."""
+        limit = self.max_episode_steps * mc.MS_PER_STEP
+        return [
+            handlers.ServerQuitFromTimeUp(time_limit_ms=limit),
+            handlers.ServerQuitWhenAnyAgentFinishes(),
+        ]
+
+    def create_server_initial_conditions(self) -> list[Any]:
+        """Starts at noon, with monsters."""
+        return [
+            handlers.TimeInitialCondition(allow_passage_of_time=True, start_time=6000),
+            handlers.SpawningInitialCondition(allow_spawning=True),
+        ]
+
+    def create_rewardables(self) -> list[Any]:
+        """None: rewards are made from the inventory."""
+        return []
+
+    def create_agent_handlers(self) -> list[Any]:
+        """None."""
+        return []
+
+    def create_server_decorators(self) -> list[Any]:
+        """None."""
+        return []
+
+    def is_from_folder(self, folder: str) -> bool:
+        """There are no recordings of this task."""
+        return False
+
+    def determine_success_from_rewards(self, rewards: list[float]) -> bool:
+        """Success is not defined."""
+        return False
+
+    def get_docstring(self) -> str:
+        """Returns the docstring of the class."""
+        return type(self).__doc__ or ""

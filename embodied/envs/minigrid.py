@@ -8,10 +8,10 @@ import gymnasium
 import minigrid  # noqa: F401  (registers its ids)
 import numpy as np
 from gymnasium.error import DependencyNotInstalled
-from PIL import Image
 
 from embodied.base import Array, Env, Spaces
-from embodied.envs.keys import SIGNALS
+from embodied.envs import rendering
+from embodied.envs.keys import SIGNALS, class_action, signals
 from embodied.envs.registry import MissingExtra, UnknownTask
 from embodied.space import Space
 
@@ -29,7 +29,7 @@ class MiniGrid(Env):
       task: its id, such as 'DoorKey-5x5' or 'MiniGrid-DoorKey-5x5-v0'. Without a
         version it is the newest.
       size: height and width of images.
-      full: whether to show the whole grid instead of what the agent sees.
+      full: whether to show the whole grid instead of the agent's view.
       seed: decides the grids.
     """
 
@@ -63,8 +63,7 @@ class MiniGrid(Env):
     @property
     def act_space(self) -> Spaces:
         """Turn left or right, go forward, pick up, drop, toggle, done."""
-        number = int(self._env.action_space.n)  # type: ignore[attr-defined]
-        return {"reset": Space(bool), "action": Space(np.int32, (), 0, number)}
+        return class_action(int(self._env.action_space.n))  # type: ignore[attr-defined]
 
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
         """Steps, or makes a new grid."""
@@ -92,17 +91,10 @@ class MiniGrid(Env):
         frame = grid.get_frame(  # type: ignore[attr-defined]
             highlight=self._full, tile_size=self._tile, agent_pov=not self._full
         )
-        height, width = self._size
-        image = Image.fromarray(frame).resize(
-            (width, height), Image.Resampling.BILINEAR
-        )
         return {
-            "image": np.asarray(image),
+            "image": rendering.resize(frame, self._size),
             "direction": np.int32(obs["direction"]),
-            "reward": np.float32(reward),
-            "is_first": np.bool_(is_first),
-            "is_last": np.bool_(self._done),
-            "is_terminal": np.bool_(is_terminal),
+            **signals(reward, is_first, self._done, is_terminal),
         }
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from embodied.base import Env, Spaces
-from embodied.envs.keys import SIGNALS
-from embodied.envs.registry import UnknownTask
+from embodied.envs.keys import SIGNALS, check_at_least, class_action, signals
+from embodied.envs.registry import check_task
 from embodied.space import Space
 
 WIDTH, HEIGHT = 16, 14  # Of the room in cells, walls included.
@@ -82,10 +82,8 @@ class PinPad(Env):
         length: int = 10_000,
         seed: int = 0,
     ):
-        if task not in TASKS:
-            raise UnknownTask.named("pinpad task", task, TASKS)
-        if length < 1:
-            raise ValueError(f"Expected a length of at least 1, got {length}.")
+        check_task("pinpad task", task, TASKS)
+        check_at_least(1, length=length)
         rows, columns = HEIGHT + HISTORY, WIDTH
         if size[0] < 1 or size[0] % rows or size[1] < 1 or size[1] % columns:
             raise ValueError(
@@ -119,18 +117,12 @@ class PinPad(Env):
         """An image."""
         height, width = self._scale
         shape = ((HEIGHT + HISTORY) * height, WIDTH * width, 3)
-        return {
-            "image": Space(np.uint8, shape),
-            **SIGNALS,
-        }
+        return {"image": Space(np.uint8, shape), **SIGNALS}
 
     @property
     def act_space(self) -> Spaces:
         """Stay, up, down, left, right."""
-        return {
-            "reset": Space(bool),
-            "action": Space(np.int32, (), 0, len(MOVES)),
-        }
+        return class_action(len(MOVES))
 
     def step(self, action: dict[str, Any]) -> dict[str, Any]:
         """Moves by one cell, or starts an episode."""
@@ -170,13 +162,7 @@ class PinPad(Env):
         for index, pad in enumerate(self._history):
             cells[HEIGHT:, 2 * index : 2 * index + 2] = _COLORS[pad]
         image = cells.repeat(self._scale[0], 0).repeat(self._scale[1], 1)
-        return {
-            "image": image,
-            "reward": np.float32(reward),
-            "is_first": np.bool_(is_first),
-            "is_last": np.bool_(self._done),
-            "is_terminal": np.bool_(False),
-        }
+        return {"image": image, **signals(reward, is_first, self._done)}
 
 
 def _pads(places: list[tuple[int, int]]) -> np.ndarray:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import procgen
-from PIL import Image
 
 from embodied.base import Array, Env, Spaces
-from embodied.envs.keys import SIGNALS
-from embodied.envs.registry import UnknownTask
+from embodied.envs import rendering
+from embodied.envs.keys import SIGNALS, class_action, signals
+from embodied.envs.registry import check_task
 from embodied.space import Space
 
 GAMES = (
@@ -19,7 +19,7 @@ GAMES = (
     *("ninja", "plunder", "starpilot"),
 )
 ACTIONS = 15
-NATIVE = (64, 64)  # What the games draw for agents.
+NATIVE = (64, 64)  # Of images that the games draw for agents.
 RESIZERS = ("pillow",)
 
 
@@ -44,8 +44,7 @@ class ProcGen(Env):
         resize: str = "pillow",
         seed: int = 0,
     ):
-        if task not in GAMES:
-            raise UnknownTask.named("procgen game", task, GAMES)
+        check_task("procgen game", task, GAMES)
         if resize not in RESIZERS:
             raise ValueError(
                 f"Expected resize to be one of {RESIZERS}, got {resize!r}."
@@ -62,15 +61,12 @@ class ProcGen(Env):
     @property
     def obs_space(self) -> Spaces:
         """An image."""
-        return {
-            "image": Space(np.uint8, (*self._size, 3)),
-            **SIGNALS,
-        }
+        return {"image": Space(np.uint8, (*self._size, 3)), **SIGNALS}
 
     @property
     def act_space(self) -> Spaces:
         """The index of a combination of keys."""
-        return {"reset": Space(bool), "action": Space(np.int32, (), 0, ACTIONS)}
+        return class_action(ACTIONS)
 
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
         """Steps, or starts a level."""
@@ -108,15 +104,8 @@ class ProcGen(Env):
     def _draw(self, obs: dict[str, Array]) -> np.ndarray:
         if not self._large:
             return np.array(obs["rgb"][0])
-        image = Image.fromarray(self._env.get_info()[0]["rgb"])
-        height, width = self._size
-        return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+        return rendering.resize(self._env.get_info()[0]["rgb"], self._size)
 
     def _observe(self, reward: float, is_first: bool = False) -> dict[str, Array]:
-        return {
-            "image": self._image,
-            "reward": np.float32(reward),
-            "is_first": np.bool_(is_first),
-            "is_last": np.bool_(self._done),
-            "is_terminal": np.bool_(self._done),
-        }
+        episode = signals(reward, is_first, self._done, is_terminal=self._done)
+        return {"image": self._image, **episode}

@@ -1,38 +1,161 @@
-"""Turns the name of a task into an environment, in the process that steps it."""
+"""Suites of environments, and how the name of a task becomes an environment.
+
+Runs in the process that steps it; environments are imported when they are made.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from embodied.base import Env
+from embodied.base import Env, TaskError
 from embodied.envs.keys import UnusableEnv
-from embodied.envs.suites import SUITES, Suite
-from embodied.errors import TaskError
 
 PACKAGE = "dreamerv3-parallel"
 PACKAGE_MODULE = __name__.split(".")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """Where the environments of one suite come from.
+
+    Attributes:
+      name: the part of a task before its first underscore.
+      factory: `module:attribute`, imported when a task of the suite is made. It is
+        called with the rest of the task's name, `seed`, and the suite's options, and
+        returns an Env.
+      doc: one line for listings.
+      extra: the extra of this package to install; empty if none is needed.
+      install: how to install the suite's packages, where no extra can.
+    """
+
+    name: str
+    factory: str
+    doc: str
+    extra: str = ""
+    install: str = ""
+
+
+_SUITES = (
+    Suite(
+        "atari",
+        "embodied.envs.atari:Atari",
+        "Atari games, 200M protocol, such as atari_pong.",
+        extra="atari",
+    ),
+    Suite(
+        "atari100k",
+        "embodied.envs.atari:atari100k",
+        "Atari games, 100k protocol, such as atari100k_boxing.",
+        extra="atari",
+    ),
+    Suite(
+        "bsuite",
+        "embodied.envs.bsuite:make_bsuite",
+        "Small experiments of the Behaviour Suite, such as bsuite_catch/0.",
+        extra="bsuite",
+    ),
+    Suite(
+        "crafter",
+        "embodied.envs.crafter:Crafter",
+        "An open world of survival and crafting: reward, noreward.",
+        extra="crafter",
+    ),
+    Suite(
+        "dm",
+        "embodied.envs.from_dm:FromDM",
+        "Any dm_env environment, as dm_package.module:Name.",
+    ),
+    Suite(
+        "dmc",
+        "embodied.envs.dmc:DMC",
+        "The DeepMind Control Suite, such as dmc_walker_walk.",
+        extra="dmc",
+    ),
+    Suite(
+        "dmlab",
+        "embodied.envs.dmlab:DMLab",
+        "Levels of DeepMind Lab, such as dmlab_explore_goal_locations_small.",
+        install="Build it as https://github.com/google-deepmind/lab describes: there "
+        "are no packages of it.",
+    ),
+    Suite(
+        "dummy",
+        "embodied.envs.dummy:Dummy",
+        "Cheap made-up observations of every kind: disc, cont, both.",
+    ),
+    Suite(
+        "grid",
+        "embodied.envs.grid:Grid",
+        "A small arena on images, learnable on a CPU in minutes: reach, avoid.",
+    ),
+    Suite(
+        "gym",
+        "embodied.envs.from_gym:FromGym",
+        "Any id that is registered with Gymnasium, such as gym_CartPole-v1.",
+    ),
+    Suite(
+        "loconav",
+        "embodied.envs.loconav:LocoNav",
+        "Walkers in mazes, such as loconav_ant_maze_m.",
+        extra="dmc",
+    ),
+    Suite(
+        "memmaze",
+        "embodied.envs.memmaze:make_memmaze",
+        "Objects to find again in a 3D maze: 9x9, 11x11, 13x13, 15x15.",
+        extra="memmaze",
+    ),
+    Suite(
+        "minecraft",
+        "embodied.envs.minecraft:Minecraft",
+        "Minecraft through MineRL: diamond, wood.",
+        install="Install Java 8 and MineRL 0.4 as https://minerl.readthedocs.io "
+        "describes.",
+    ),
+    Suite(
+        "minigrid",
+        "embodied.envs.minigrid:MiniGrid",
+        "Grid rooms with doors and keys, such as minigrid_DoorKey-5x5.",
+        extra="minigrid",
+    ),
+    Suite(
+        "pinpad",
+        "embodied.envs.pinpad:PinPad",
+        "Pads to step on in the right order: three, four, ... eight.",
+    ),
+    Suite(
+        "procgen",
+        "embodied.envs.procgen:ProcGen",
+        "Games with levels that never repeat, such as procgen_coinrun.",
+        install="Build it as https://github.com/openai/procgen describes: there are "
+        "no packages of it for this Python.",
+    ),
+)
+SUITES: Mapping[str, Suite] = MappingProxyType({suite.name: suite for suite in _SUITES})
 
 
 class UnknownTask(TaskError, ValueError):
     """No suite, or no task of a suite, has this name."""
 
     @classmethod
-    def named(cls, what: str, name: str, known: Iterable[str]) -> UnknownTask:
-        """Makes the error of a `what` (such as 'dummy task') that is not `known`."""
+    def named(cls, kind: str, name: str, known: Iterable[str]) -> UnknownTask:
+        """Makes the error of a `kind`, such as 'dummy task', that is not `known`."""
         known = sorted(known)
         near = difflib.get_close_matches(name, known, n=3)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         return cls(
-            f"Expected the name of a {what} ({', '.join(known)}), got {name!r}.{hint}"
+            f"Expected the name of a {kind} ({', '.join(known)}), got {name!r}.{hint}"
         )
 
 
@@ -47,9 +170,9 @@ class MissingExtra(TaskError, ImportError):
 
         Args:
           task: its name.
-          package: what is missing.
+          package: the missing one.
           extra: the extra of this package that has it.
-          install: what to do where no extra can, as a sentence.
+          install: how to install it where no extra can, as a sentence.
         """
         requirement = f"{PACKAGE}[{extra}]" if extra else PACKAGE
         return cls(
@@ -57,6 +180,12 @@ class MissingExtra(TaskError, ImportError):
             + (install or f"Run: pip install '{requirement}'"),
             name=package,
         )
+
+
+def check_task(kind: str, name: str, known: Iterable[str]) -> None:
+    """Raises UnknownTask unless the name is one of the known ones."""
+    if name not in known:
+        raise UnknownTask.named(kind, name, known)
 
 
 # Gymnasium's ids may hold a colon too, but end in a version: gym_module:Name-v0.
@@ -81,10 +210,7 @@ def make(task: str, *, index: int = 0, seed: int = 0, **kwargs: Any) -> Env:
     if own and not _is_dm_task(own[1]):
         return _make_own(task, own[1], own[2], derived, kwargs)
     name, underscore, rest = task.partition("_")
-    if name not in SUITES:
-        raise UnknownTask.named(
-            "suite before the first underscore", name, SUITES
-        ) from None
+    check_task("suite before the first underscore", name, SUITES)
     if not underscore or not rest:
         raise UnknownTask(
             f"Expected a task of the form {name}_NAME, got {task!r}. "
@@ -135,7 +261,8 @@ def _make_of_suite(
     task: str, suite: Suite, name: str, seed: int, kwargs: dict[str, Any]
 ) -> Env:
     try:
-        factory = getattr(importlib.import_module(suite.module), suite.factory)
+        module, _, attribute = suite.factory.partition(":")
+        factory = getattr(importlib.import_module(module), attribute)
         return factory(name, seed=seed, **kwargs)
     except ModuleNotFoundError as error:
         # Missing parts of this package, or of the user's, are another matter.

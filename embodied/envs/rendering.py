@@ -1,10 +1,13 @@
-"""Chooses how MuJoCo renders on machines without a display; in the env's process."""
+"""Draws MuJoCo scenes, also without a display, and resizes images. Env processes."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+from typing import Any
+
+import numpy as np
 
 VARIABLE = "MUJOCO_GL"
 _LIBRARIES = {
@@ -41,6 +44,24 @@ def choose_backend(images: bool) -> None:
             "neither. Install one of them, such as with apt install libegl1 or "
             "libosmesa6, or turn images off."
         )
+
+
+def render(physics: Any, size: tuple[int, int], camera: int | str) -> np.ndarray:
+    """Draws a scene of dm_control as an image [H, W, 3] uint8."""
+    height, width = size
+    try:
+        return physics.render(height, width, camera_id=camera)
+    except (RuntimeError, ImportError, AttributeError) as error:
+        raise failure(error) from error
+
+
+def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Resizes an image [H, W] or [H, W, 3] uint8 to height and width, read-only."""
+    from PIL import Image
+
+    height, width = size
+    resized = Image.fromarray(image).resize((width, height), Image.Resampling.BILINEAR)
+    return np.asarray(resized)
 
 
 def failure(error: BaseException) -> RenderingUnavailable:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.logger.output import Output, Summary
+from embodied.logger.output import Output, Summary, rows_by_step
 
 
 class JSONLOutput(Output):
@@ -22,9 +22,9 @@ class JSONLOutput(Output):
     NaN and infinities, which JSON lacks, are written as `null`. Text, vectors, images
     and videos are left out.
 
-    Every line is complete: what a killed process left of a last line is completed
-    or cut off when the file is opened, and a write that fails half-way, as on a full
-    disk, is taken back.
+    Every line is complete: the last line of a killed process is completed or cut off
+    when the file is opened, and a write that fails half-way, as on a full disk, is
+    undone.
 
         JSONLOutput(logdir, 'scores.jsonl', 'episode/score')   # Not eval_episode/score.
 
@@ -48,14 +48,12 @@ class JSONLOutput(Output):
 
     def __call__(self, summaries: Sequence[Summary]) -> None:
         """Appends the scalars whose name matches the pattern."""
-        rows: list[dict[str, Any]] = []
-        for step, name, value in self.selected(summaries):
-            if isinstance(value, str) or value.ndim or name == "step":
-                continue
-            if not rows or rows[-1]["step"] != step or name in rows[-1]:
-                rows.append({"step": step})
-            rows[-1][name] = _number(value)
-        if rows:
+        scalars = [
+            (step, name, _number(value))
+            for step, name, value in self.selected(summaries)
+            if not isinstance(value, str) and not value.ndim
+        ]
+        if rows := rows_by_step(scalars):
             lines = (json.dumps(row, allow_nan=False) + "\n" for row in rows)
             self._append("".join(lines).encode())
 
@@ -70,7 +68,7 @@ class JSONLOutput(Output):
             while remaining:
                 remaining = remaining[self._file.write(remaining) :]
         except OSError:
-            # What stopped the write is the error to report, not what follows from it.
+            # The error of the write is the one to report, not one that follows.
             with contextlib.suppress(OSError):
                 os.truncate(self._file.fileno(), size)
             raise

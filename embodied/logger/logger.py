@@ -21,7 +21,7 @@ class Logger:
           logger.add({'score': 1.0, 'length': 100}, prefix='episode')
           logger.write()
 
-    Methods may be called from several threads: one lock guards what is collected,
+    Methods may be called from several threads: one lock guards the metrics,
     another lets one write at a time reach the outputs, in order. An output that
     fails does not disturb the caller or the other outputs: its error is reported
     through `logging`, once until it works again or fails in another way.
@@ -29,7 +29,7 @@ class Logger:
     Args:
       step: a counter, or anything that `int()` takes; read whenever metrics are added.
       outputs: callables that take a sequence of `Summary`, such as `Output`. Those
-        that have `flush` and `close` get these calls too.
+        that have `close` get that call too.
       multiplier: environment steps per agent step, by which `step` is multiplied.
     """
 
@@ -53,44 +53,25 @@ class Logger:
         self.close()
 
     def add(self, mapping: Mapping[str, Any], prefix: str | None = None) -> None:
-        """Adds metrics, of which each value's type and shape says what it is.
+        """Adds metrics, whose kind follows from the value's type and shape.
 
         Args:
-          mapping: values by name: a string is text; a number a scalar; [N] a vector;
-            [H, W] or [H, W, C] an image; [T, H, W, C] a video.
+          mapping: values by name: a string is text; a number a scalar; [N] a vector,
+            shown as a histogram; [H, W] or [H, W, C] an image with 1, 3 or 4 channels;
+            [T, H, W, C] a video with 1 or 3 channels. Floats of images and videos lie
+            between 0 and 1.
           prefix: put before every name, with a slash.
         """
         items = []
         for key, value in mapping.items():
             name = f"{prefix}/{key}" if prefix else key
             items.append((name, _convert(name, value)))
-        self._collect(items)
-
-    def scalar(self, name: str, value: Any) -> None:
-        """Adds a number."""
-        self._collect([(name, _convert(name, value, "scalar"))])
-
-    def vector(self, name: str, value: Any) -> None:
-        """Adds numbers [N], which outputs show as a histogram."""
-        self._collect([(name, _convert(name, value, "vector"))])
-
-    def image(self, name: str, value: Any) -> None:
-        """Adds an image [H, W] or [H, W, C] with 1, 3 or 4 channels.
-
-        Floats lie between 0 and 1, as in videos.
-        """
-        self._collect([(name, _convert(name, value, "image"))])
-
-    def video(self, name: str, value: Any) -> None:
-        """Adds a video [T, H, W, C] with 1 or 3 channels."""
-        self._collect([(name, _convert(name, value, "video"))])
-
-    def text(self, name: str, value: str) -> None:
-        """Adds a string."""
-        self._collect([(name, _convert(name, value, "text"))])
+        with self._pending_lock:
+            step = int(self.step) * self.multiplier
+            self._pending.extend((step, name, value) for name, value in items)
 
     def write(self) -> None:
-        """Hands all that was collected to every output."""
+        """Hands all metrics that were added to every output."""
         with self._write_lock:
             with self._pending_lock:
                 summaries, self._pending = tuple(self._pending), []
@@ -98,24 +79,12 @@ class Logger:
                 for output in self._outputs:
                     output.write(summaries)
 
-    def flush(self) -> None:
-        """Writes, and waits for outputs that write in the background."""
-        self.write()
-        with self._write_lock:
-            for output in self._outputs:
-                output.call("flush")
-
     def close(self) -> None:
-        """Writes what was collected and closes all outputs. May be repeated."""
+        """Writes, and closes all outputs. May be called more than once."""
         self.write()
         with self._write_lock:
             for output in self._outputs:
-                output.call("close")
-
-    def _collect(self, items: Iterable[tuple[str, str | np.ndarray]]) -> None:
-        with self._pending_lock:
-            step = int(self.step) * self.multiplier
-            self._pending.extend((step, name, value) for name, value in items)
+                output.close()
 
 
 class _Guarded:
@@ -141,14 +110,12 @@ class _Guarded:
         else:
             self._recover()
 
-    def call(self, method: str) -> None:
-        function = getattr(self._output, method, None)
-        if function is None:
-            return
+    def close(self) -> None:
         try:
-            function()
+            if hasattr(self._output, "close"):
+                self._output.close()
         except Exception as error:
-            self._report(method, error)
+            self._report("close", error)
 
     def _report(self, method: str, error: Exception) -> None:
         # The error number tells a full disk from, say, a missing permission.
@@ -175,31 +142,24 @@ class _Guarded:
         self._reported = None
 
 
-def _convert(name: str, value: Any, kind: str | None = None) -> str | np.ndarray:
-    """Returns the value as outputs get it; `kind` is what it must be, if given."""
+def _convert(name: str, value: Any) -> str | np.ndarray:
+    """Returns the value as outputs get it."""
     if not isinstance(name, str):
         raise TypeError(f"Expected a string as name of a metric, got {name!r}.")
     if isinstance(value, str):
-        if kind not in (None, "text"):
-            raise TypeError(f"Metric {name!r}: expected a {kind}, got text {value!r}.")
         return value
-    if kind == "text":
-        raise TypeError(f"Metric {name!r}: expected a string, got {_brief(value)}.")
     array = _numeric(name, value)
-    found = ("scalar", "vector", "image", "image", "video")[min(array.ndim, 4)]
-    if array.ndim > 4 or (kind is not None and kind != found):
+    if array.ndim > 4 or array.size == 0:
         raise ValueError(
-            f"Metric {name!r}: expected {kind or 'at most 4 dimensions'}, got "
+            f"Metric {name!r}: expected values of at most 4 dimensions, got "
             f"{_brief(value)}."
         )
-    if array.size == 0:
-        raise ValueError(f"Metric {name!r}: expected values, got {_brief(value)}.")
-    channels = {"image": (1, 3, 4), "video": (1, 3)}.get(found)
-    if channels is None:
+    if array.ndim < 2:
         return array
+    kind, channels = ("video", (1, 3)) if array.ndim == 4 else ("image", (1, 3, 4))
     if array.ndim > 2 and array.shape[-1] not in channels:
         raise ValueError(
-            f"Metric {name!r}: expected the {found}'s last dimension to be one of "
+            f"Metric {name!r}: expected the {kind}'s last dimension to be one of "
             f"{channels}, got {_brief(value)}."
         )
     return _pixels(name, array)

@@ -1,13 +1,14 @@
-"""What outputs of metrics have in common; in the process that logs."""
+"""The base of outputs, and encoding of images and videos; in the process that logs."""
 
 from __future__ import annotations
 
 import collections
-import functools
+import io
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -43,11 +44,8 @@ class Output:
         """Writes the summaries whose name matches the pattern."""
         raise NotImplementedError(f"{type(self).__name__}.__call__")
 
-    def flush(self) -> None:
-        """Returns when all that was given has been written."""
-
     def close(self) -> None:
-        """Writes what is left and frees what is held. May be called more than once."""
+        """Writes the rest and frees resources. May be called more than once."""
 
     def selected(self, summaries: Sequence[Summary]) -> list[Summary]:
         """Returns the summaries whose name matches the pattern."""
@@ -57,18 +55,18 @@ class Output:
 class AsyncOutput(Output):
     """An output that writes in a thread of its own, since it may be slow.
 
-    A subclass implements `_write`, `_flush` and `_close`, which run in that thread
-    only, one at a time; it owns whatever they touch. What passes between the threads
-    is guarded by one condition variable. Nothing is dropped while the output makes
-    progress: a full queue holds the caller until there is room. An error is raised
-    by the next call from outside, which is itself carried out.
+    A subclass implements `_write` and `_close`, which run in that thread only, one at
+    a time; it owns whatever they touch. One condition variable guards all state that
+    the threads share. Nothing is dropped while the output makes progress: a full queue
+    holds the caller until there is room. An error is raised by the next call from
+    outside, which is itself carried out.
 
     Args:
       pattern: regular expression that a metric's whole name must match.
       queue_size: calls that may wait to be written.
       stall_timeout: seconds without progress after which a full queue raises
         `TimeoutError` at once instead of holding the caller.
-      close_timeout: seconds that `flush` and `close` wait for the queue to drain.
+      close_timeout: seconds that `close` waits for the queue to drain.
     """
 
     def __init__(
@@ -86,9 +84,8 @@ class AsyncOutput(Output):
         self._close_timeout = close_timeout
         # The condition guards everything below.
         self._condition = threading.Condition()
-        self._jobs: collections.deque[Callable[[], None]] = collections.deque()
-        self._given = 0
-        self._done = 0
+        self._waiting: collections.deque[list[Summary]] = collections.deque()
+        self._writing = False
         self._progress = time.monotonic()
         self._error: Exception | None = None
         self._closing = False
@@ -103,20 +100,12 @@ class AsyncOutput(Output):
             # Taken first, since it is of earlier calls and not of this one.
             error, self._error = self._error, None
             if selected:
-                self._give(functools.partial(self._write, selected))
+                self._enqueue(selected)
         if error:
             raise error
 
-    def flush(self) -> None:
-        """Returns when all that was given is written; raises after the timeout."""
-        with self._condition:
-            if self._thread and not self._closing:
-                self._give(self._flush)
-                self._wait_until_done()
-        self._raise_error()
-
     def close(self) -> None:
-        """Writes what is queued, raises after the timeout, and ends the thread."""
+        """Writes the queue, raises after the timeout, and ends the thread."""
         with self._condition:
             if self._closing:
                 return
@@ -128,44 +117,43 @@ class AsyncOutput(Output):
             return
         thread.join(self._close_timeout)
         with self._condition:
-            lost = len(self._jobs)
-            self._jobs.clear()
+            lost = len(self._waiting)
+            self._waiting.clear()
+            error, self._error = self._error, None
         if thread.is_alive():
             raise TimeoutError(
                 f"{type(self).__name__} was not done {self._close_timeout:g} s after "
                 f"it was closed; {lost + 1} writes may be lost."
             )
-        self._raise_error()
+        if error:
+            raise error
 
     def _write(self, summaries: list[Summary]) -> None:
         raise NotImplementedError(f"{type(self).__name__}._write")
-
-    def _flush(self) -> None:
-        """Passes on what the destination itself holds back."""
 
     def _close(self) -> None:
         """Closes the destination."""
 
     def _wait_for_room(self) -> None:
         """Waits for the writing thread; under the condition."""
-        while len(self._jobs) >= self._queue_size and not self._closing:
+        while len(self._waiting) >= self._queue_size and not self._closing:
             remaining = self._progress + self._stall_timeout - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError(
                     f"{type(self).__name__} has written nothing for more than "
-                    f"{self._stall_timeout:g} s and {len(self._jobs)} writes wait for "
-                    "it: this one was dropped. Check the disk or the network it "
+                    f"{self._stall_timeout:g} s and {len(self._waiting)} writes wait: "
+                    "this one was dropped. Check the disk or the network it "
                     "writes to."
                 )
             self._condition.wait(remaining)
         if self._closing:
             raise RuntimeError(f"{type(self).__name__} is closed and takes no writes.")
 
-    def _give(self, job: Callable[[], None]) -> None:
-        if self._given == self._done:
+    def _enqueue(self, summaries: list[Summary]) -> None:
+        """Hands summaries to the writing thread; under the condition."""
+        if not (self._waiting or self._writing):
             self._progress = time.monotonic()
-        self._given += 1
-        self._jobs.append(job)
+        self._waiting.append(summaries)
         self._condition.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(
@@ -173,51 +161,110 @@ class AsyncOutput(Output):
             )
             self._thread.start()
 
-    def _wait_until_done(self) -> None:
-        ticket = self._given
-        drained = self._condition.wait_for(
-            lambda: self._done >= ticket, self._close_timeout
-        )
-        if not drained:
-            raise TimeoutError(
-                f"{type(self).__name__} had {ticket - self._done} writes left after "
-                f"{self._close_timeout:g} s."
-            )
-
-    def _raise_error(self) -> None:
-        with self._condition:
-            error, self._error = self._error, None
-        if error:
-            raise error
-
     def _run_thread(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._jobs or self._closing)
-                if not self._jobs:
-                    break
-                job = self._jobs.popleft()
-                self._condition.notify_all()
-            self._try(job)
-            with self._condition:
-                self._done += 1
+                self._writing = False
                 self._progress = time.monotonic()
+                self._condition.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    break
+                summaries = self._waiting.popleft()
+                self._writing = True
                 self._condition.notify_all()
-        self._try(self._close)
+            self._attempt(self._write, summaries)
+        self._attempt(self._close)
 
-    def _try(self, job: Callable[[], None]) -> None:
+    def _attempt(self, function: Callable[..., None], *args: Any) -> None:
         try:
-            job()
+            function(*args)
         except Exception as error:
             with self._condition:
                 self._error = self._error or error
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern of metric names, with an error that says what was wrong."""
+    """Compiles a pattern of metric names, with an error that quotes it."""
     try:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(
             f"Expected a regular expression of metric names, got {pattern!r}: {error}."
         ) from None
+
+
+def rows_by_step(summaries: Iterable[tuple[int, str, Any]]) -> list[dict[str, Any]]:
+    """Returns `{"step": …, name: value, …}` for each step, in order.
+
+    A name that comes twice at one step opens another row, so that no value is lost.
+    """
+    rows: list[dict[str, Any]] = []
+    for step, name, value in summaries:
+        if name == "step":
+            continue
+        if not rows or rows[-1]["step"] != step or name in rows[-1]:
+            rows.append({"step": step})
+        rows[-1][name] = value
+    return rows
+
+
+def histogram_values(vector: np.ndarray) -> np.ndarray | None:
+    """Returns the finite values of a vector, float64; None if there are none."""
+    finite = vector[np.isfinite(vector)].astype(np.float64)
+    return finite if finite.size else None
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """Encodes an image.
+
+    Args:
+      image: [H, W] or [H, W, C] uint8, with 1, 3 or 4 channels.
+    """
+    import PIL.Image
+
+    valid = image.ndim == 2 or (image.ndim == 3 and image.shape[-1] in (1, 3, 4))
+    if image.dtype != np.uint8 or not valid or image.size == 0:
+        raise ValueError(
+            "Expected an image [H, W] or [H, W, C] of dtype uint8 with 1, 3 or 4 "
+            f"channels, got shape {image.shape} and dtype {image.dtype}."
+        )
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(_without_single_channel(image, 3)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def encode_gif(video: np.ndarray, fps: float) -> bytes:
+    """Encodes a video, to be repeated without end.
+
+    GIF counts hundredths of a second, so that rates above 50 come out slower.
+
+    Args:
+      video: [T, H, W, C] uint8, with 1 or 3 channels.
+      fps: frames per second.
+    """
+    import PIL.Image
+
+    valid = video.ndim == 4 and video.shape[-1] in (1, 3)
+    if video.dtype != np.uint8 or not valid or video.size == 0:
+        raise ValueError(
+            "Expected a video [T, H, W, C] of dtype uint8 with 1 or 3 channels, got "
+            f"shape {video.shape} and dtype {video.dtype}."
+        )
+    if not fps > 0:
+        raise ValueError(f"Expected a positive fps, got {fps}.")
+    frames = [PIL.Image.fromarray(x) for x in _without_single_channel(video, 4)]
+    buffer = io.BytesIO()
+    frames[0].save(
+        buffer,
+        "GIF",
+        save_all=True,
+        append_images=frames[1:],
+        duration=max(20, round(1000 / fps)),
+        loop=0,
+    )
+    return buffer.getvalue()
+
+
+def _without_single_channel(array: np.ndarray, ndim: int) -> np.ndarray:
+    gray = array.ndim == ndim and array.shape[-1] == 1
+    return array[..., 0] if gray else array

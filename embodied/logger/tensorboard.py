@@ -10,8 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from embodied.logger.output import AsyncOutput, Summary
-from embodied.logger.video import encode_gif, encode_png
+from embodied.logger.output import (
+    AsyncOutput,
+    Summary,
+    encode_gif,
+    encode_png,
+    histogram_values,
+)
 
 
 class TensorBoardOutput(AsyncOutput):
@@ -73,8 +78,8 @@ class TensorBoardOutput(AsyncOutput):
         if value.ndim == 0:
             return summary.scalar(name, value.item())
         if value.ndim == 1:
-            finite = value[np.isfinite(value)].astype(np.float64)
-            return summary.histogram(name, finite, "auto") if finite.size else None
+            values = histogram_values(value)
+            return None if values is None else summary.histogram(name, values, "auto")
         if value.ndim == 4:
             return _image(name, encode_gif(value, self._fps), value.shape[1:])
         return _image(name, encode_png(value), value.shape)

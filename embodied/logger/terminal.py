@@ -21,9 +21,9 @@ class TerminalOutput(Output):
     """Shows a live status on a terminal, and prints a line per write elsewhere.
 
     The status has the step, steps per second, last score, last loss and time left,
-    and the last values of the selected metrics. While it is shown, what this process
-    prints appears above it; what other processes print to the same terminal does
-    not, and may be drawn over: pass `live=False` where they do.
+    and the last values of the selected metrics. While it is shown, output of this
+    process appears above it; that of other processes on the same terminal does not,
+    and may be drawn over: pass `live=False` where there is some.
 
     The display is refreshed by a thread of its own, which only ever sees immutable
     `_Status` objects; everything else belongs to the caller's thread.
@@ -86,10 +86,6 @@ class TerminalOutput(Output):
             status = self._status(now, step, current)
             print(status.line(), file=self._stream, flush=True)
 
-    def flush(self) -> None:
-        """Flushes the stream."""
-        self._stream.flush()
-
     def close(self) -> None:
         """Leaves the last status on the terminal and restores its cursor."""
         if self._live is not None:
@@ -133,7 +129,7 @@ class TerminalOutput(Output):
 
 @dataclasses.dataclass(frozen=True)
 class _Status:
-    """What is shown, and how: as a table that rich renders, or as a line."""
+    """Content of the display, rendered as a table by rich, or as a line."""
 
     name: str
     step: int

@@ -10,8 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from embodied.logger.output import AsyncOutput, MissingPackageError, Summary
-from embodied.logger.video import encode_gif
+from embodied.logger.output import (
+    AsyncOutput,
+    MissingPackageError,
+    Summary,
+    encode_gif,
+    histogram_values,
+    rows_by_step,
+)
 
 RUN_ID_FILE = "wandb_run_id"
 
@@ -70,16 +76,8 @@ class WandbOutput(AsyncOutput):
         self._run.define_metric("*", step_metric="step")
 
     def _write(self, summaries: list[Summary]) -> None:
-        rows: list[dict[str, Any]] = []
-        for step, name, value in summaries:
-            if name == "step":
-                continue
-            if not rows or rows[-1]["step"] != step or name in rows[-1]:
-                rows.append({"step": step})
-            converted = self._convert(value)
-            if converted is not None:
-                rows[-1][name] = converted
-        for row in rows:
+        converted = ((step, name, self._convert(x)) for step, name, x in summaries)
+        for row in rows_by_step(item for item in converted if item[2] is not None):
             self._run.log(row)
 
     def _close(self) -> None:
@@ -91,8 +89,8 @@ class WandbOutput(AsyncOutput):
         if value.ndim == 0:
             return value.item()
         if value.ndim == 1:
-            finite = value[np.isfinite(value)].astype(np.float64)
-            return self._wandb.Histogram(finite) if finite.size else None
+            values = histogram_values(value)
+            return None if values is None else self._wandb.Histogram(values)
         if value.ndim == 4:
             buffer = io.BytesIO(encode_gif(value, self._fps))
             return self._wandb.Video(buffer, format="gif")

@@ -1,20 +1,21 @@
 """The loops that put everything together: `train`, `train_eval`, `eval_only`.
 
-Start with `train`, which reads as one screen; `single_process` has what it calls, and
-there is one file for each thing behind that: `collecting`, `trainer`, `evaluation`,
-`ratio` (how much to train), `saving` (checkpoints), `metrics`, `progress` (the end).
-The loop over many processes is in `parallel`, which is imported on first use.
+Start with `train`, which reads as one screen; `training_run` has the functions that it
+calls, and there is one file for each thing behind that: `collecting` (environments,
+evaluation), `trainer`, `ratio` (how much to train), `saving` (checkpoints), `metrics`,
+`console` (messages and signals). The loop over many processes is in `parallel`, which
+is imported on first use.
 """
 
 import importlib
 from typing import Any
 
 from embodied.run.eval_only import Evaluation, eval_only
-from embodied.run.progress import Result
 from embodied.run.train import train
 from embodied.run.train_eval import train_eval
+from embodied.run.training_run import TrainResult
 
-__all__ = ["Evaluation", "Result", "eval_only", "train", "train_eval"]
+__all__ = ["Evaluation", "TrainResult", "eval_only", "train", "train_eval"]
 
 
 def __getattr__(name: str) -> Any:

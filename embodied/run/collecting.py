@@ -1,11 +1,14 @@
-"""Steps environments and hands out what comes of it. The process that collects."""
+"""Steps environments, for training and for evaluation. The process that collects."""
 
 from __future__ import annotations
 
 import collections
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Self
+
+import numpy as np
 
 from embodied.base import Agent, Array, Env
 from embodied.driver import Driver
@@ -37,7 +40,7 @@ class Collector:
     A context manager, which closes the environments.
 
     Args:
-      agent: whose policy acts, in mode 'train'.
+      agent: acts in mode 'train'.
       make_env: makes the environment of an id.
       replay: gets the steps.
       logger: gets score and length of every episode; its step is counted.
@@ -84,4 +87,94 @@ class Collector:
         for metrics in self._episodes.add(transition, worker):
             self.episodes += 1
             self.scores.append(metrics["episode/score"])
+            self._logger.add(metrics)
+
+
+class Evaluator:
+    """Plays a fixed number of episodes in each environment, in mode 'eval'.
+
+        evaluator.begin()
+        while not evaluator.done:
+          evaluator.play()
+
+    The numbers are fixed, because the first episodes to finish out of many are the
+    short ones. Further episodes of an environment, while others are still at theirs,
+    do not count. A context manager, which closes the environments.
+
+    Args:
+      agent: acts in mode 'eval'.
+      driver: of the environments, which the evaluator owns from here on.
+      amount: episodes in all, spread over the environments.
+      logger: gets score and length of every episode.
+      episodes: gets the steps for the statistics.
+      replay: gets all steps, if given.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        driver: Driver,
+        amount: int,
+        logger: Any,
+        episodes: Episodes,
+        replay: Replay | None = None,
+    ):
+        self.steps = 0
+        # By episode since `begin`; `largest` is that of each scalar key `log/...`.
+        self.scores: list[float] = []
+        self.lengths: list[float] = []
+        self.largest: dict[str, list[float]] = {}
+        self._agent = agent
+        self._policy = functools.partial(agent.policy, mode="eval")
+        self._driver = driver
+        self._amount = amount
+        self._logger = logger
+        self._episodes = episodes
+        self._replay = replay
+        self._left = [0] * len(driver)  # Episodes to come, by environment.
+        # Largest values in the episode that is played, by environment.
+        self._running: list[dict[str, float]] = [{} for _ in range(len(driver))]
+        driver.on_step(self._add)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._driver.close()
+
+    @property
+    def done(self) -> bool:
+        """Whether all episodes have been played."""
+        return not any(self._left)
+
+    def begin(self) -> None:
+        """Begins anew: with the first episode of each environment."""
+        share, rest = divmod(self._amount, len(self._left))
+        self._left = [share + (worker < rest) for worker in range(len(self._left))]
+        self.scores, self.lengths, self.largest = [], [], {}
+        self._running = [{} for _ in self._running]
+        self._driver.reset(self._agent.init_policy)
+
+    def play(self) -> int:
+        """Steps every environment once; returns the number of steps."""
+        self._driver(self._policy, steps=len(self._driver))
+        return len(self._driver)
+
+    def _add(self, transition: dict[str, Array], worker: int) -> None:
+        self.steps += 1
+        if self._replay is not None:
+            self._replay.add(transition, worker)
+        if not self._left[worker]:
+            return
+        running = self._running[worker]
+        for key, value in transition.items():
+            if key.startswith("log/") and not np.ndim(value):
+                running[key] = max(running.get(key, -math.inf), float(value))
+        for metrics in self._episodes.add(transition, worker, is_eval=True):
+            self._left[worker] -= 1
+            self.scores.append(metrics["eval_episode/score"])
+            self.lengths.append(metrics["eval_episode/length"])
+            for key, value in running.items():
+                self.largest.setdefault(key, []).append(value)
+            running.clear()
             self._logger.add(metrics)

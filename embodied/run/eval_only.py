@@ -21,13 +21,12 @@ from embodied.base import Agent, Array
 from embodied.checkpoint import CheckpointError, write_file
 from embodied.clock import LocalClock
 from embodied.episodes import Episodes
-from embodied.logger.video import encode_gif
-from embodied.run.collecting import MakeEnv, make_driver
-from embodied.run.evaluation import Evaluator
+from embodied.logger.output import encode_gif
+from embodied.run.collecting import Evaluator, MakeEnv, make_driver
+from embodied.run.console import STOPPING, stop_on_signals
 from embodied.run.metrics import Meter
-from embodied.run.progress import Limit
 from embodied.run.saving import load_agent
-from embodied.run.signals import STOPPING, stop_on_signals
+from embodied.run.training_run import Limit
 from embodied.run.usage import Usage
 
 FOLDER = "eval"  # In the logdir.
@@ -38,7 +37,7 @@ VIDEO = "eval_epstats/policy_"  # Names of videos among the metrics begin with i
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation has found.
+    """Scores of an evaluation.
 
     Attributes:
       step: at which the agent was saved.
@@ -68,8 +67,11 @@ class Evaluation:
         count = len(self.scores)
         if count < 2:
             return None
+        # Here, because importing the framework should not import SciPy.
+        from scipy.special import stdtrit
+
         error = statistics.stdev(self.scores) / math.sqrt(count)
-        return student_quantile((1 + CONFIDENCE) / 2, count - 1) * error
+        return float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -112,10 +114,10 @@ def eval_only(
         are used.
       make_env: makes the environment of an id.
       make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
-      args: the `run` block of the configuration and what belongs to it.
+      args: the `run` block of the configuration, and sizes of batches.
 
     Returns:
-      What was found.
+      The scores.
 
     Raises:
       CheckpointError: `from_checkpoint` is not given, or there is no checkpoint, or
@@ -171,14 +173,14 @@ def eval_only(
 def write_result(
     logdir: str, source: str, result: Evaluation, videos: Mapping[str, Array]
 ) -> str:
-    """Writes what an evaluation has found; returns the path of the JSON file.
+    """Writes the scores of an evaluation; returns the path of the JSON file.
 
     Files of an earlier evaluation of the same step are replaced.
 
     Args:
       logdir: where to write.
       source: of the checkpoint.
-      result: what was found.
+      result: the scores.
       videos: [T, H, W, C] uint8 by key of the image.
     """
     stem = f"{FOLDER}/{result.step}"
@@ -207,27 +209,5 @@ def write_result(
 
 
 def _for_json(value: float | None) -> float | None:
-    """None for what is not finite, which JSON lacks."""
+    """Returns None for a number that is not finite, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def student_quantile(share: float, freedom: int) -> float:
-    """Quantile of Student's t distribution, within two thousandths.
-
-    Args:
-      share: of the distribution that lies below, more than a half.
-      freedom: degrees of freedom.
-    """
-    if freedom == 1:
-        return math.tan(math.pi * (share - 0.5))
-    if freedom == 2:
-        return (2 * share - 1) / math.sqrt(2 * share * (1 - share))
-    # The expansion of Cornish and Fisher around the normal distribution.
-    z = statistics.NormalDist().inv_cdf(share)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))

@@ -1,4 +1,4 @@
-"""What loops measure of themselves. The process that runs the loop."""
+"""Rates, shares of time and means that loops log. The process that runs the loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Means:
 
 
 class Meter:
-    """Measures what happens per second, and what the time is spent on.
+    """Measures events per second, and shares of the time.
 
         with meter.section('train'):
           ...
@@ -51,7 +51,7 @@ class Meter:
         logger.add(meter.result())     # {'fps/train': …, 'timer/train': …}
 
     `fps/NAME` are counts per second; `timer/NAME` are shares of the time, between 0
-    and 1, which sum to less than 1 by what was in no section.
+    and 1, which sum to less than 1 by the time outside of sections.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -71,7 +71,7 @@ class Meter:
             self._seconds[name] = self._seconds.get(name, 0.0) + spent
 
     def count(self, name: str, amount: int) -> None:
-        """Adds to what is reported per second."""
+        """Counts events, which are reported per second."""
         self._counts[name] += amount
 
     @property
@@ -89,7 +89,7 @@ class Meter:
         for name, seconds in self._seconds.items():
             result[f"timer/{name}"] = seconds / elapsed
         self._start = now
-        # Names stay: what has not happened is zero, not missing.
+        # Names stay: an event that has not happened is zero, not missing.
         self._counts = collections.Counter(dict.fromkeys(self._counts, 0))
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         return result

@@ -9,9 +9,8 @@ from embodied.base import Agent
 from embodied.clock import LocalClock
 from embodied.replay import Replay
 from embodied.run.collecting import MakeEnv
-from embodied.run.progress import Result
-from embodied.run.single_process import TRAIN_REPLAY, open_run
 from embodied.run.trainer import MakeStream
+from embodied.run.training_run import TRAIN_REPLAY, TrainResult, open_run
 
 
 def train(
@@ -21,7 +20,7 @@ def train(
     make_stream: MakeStream,
     make_logger: Callable[[], Any],
     args: Any,
-) -> Result:
+) -> TrainResult:
     """Trains until `args.steps` or `args.duration`, or until Ctrl-C or SIGTERM.
 
     The next call with the same `args.logdir` continues there. Two runs with the same
@@ -33,10 +32,10 @@ def train(
       make_env: makes the environment of an id.
       make_stream: makes the stream of batches of a replay and a mode.
       make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
-      args: the `run` block of the configuration and what belongs to it.
+      args: the `run` block of the configuration, and sizes of batches.
 
     Returns:
-      What this call did.
+      The figures of this call.
     """
     should_log = LocalClock(args.log_every)
     should_report = LocalClock(args.report_every)

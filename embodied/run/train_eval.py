@@ -8,11 +8,9 @@ from typing import Any
 from embodied.base import Agent
 from embodied.clock import LocalClock
 from embodied.replay import Replay
-from embodied.run.collecting import MakeEnv, make_driver
-from embodied.run.evaluation import Evaluator
-from embodied.run.progress import Result
-from embodied.run.single_process import EVAL_REPLAY, TRAIN_REPLAY, open_run
+from embodied.run.collecting import Evaluator, MakeEnv, make_driver
 from embodied.run.trainer import MakeStream
+from embodied.run.training_run import EVAL_REPLAY, TRAIN_REPLAY, TrainResult, open_run
 
 
 def train_eval(
@@ -24,7 +22,7 @@ def train_eval(
     make_stream: MakeStream,
     make_logger: Callable[[], Any],
     args: Any,
-) -> Result:
+) -> TrainResult:
     """Trains as `train` does, and evaluates before every report.
 
     An evaluation plays `args.eval_eps` episodes, in mode 'eval', in `args.eval_envs`
@@ -39,10 +37,10 @@ def train_eval(
       make_env_eval: makes the evaluation environment of an id.
       make_stream: makes the stream of batches of a replay and a mode.
       make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
-      args: the `run` block of the configuration and what belongs to it.
+      args: the `run` block of the configuration, and sizes of batches.
 
     Returns:
-      What this call did.
+      The figures of this call.
     """
     should_log = LocalClock(args.log_every)
     should_report = LocalClock(args.report_every)

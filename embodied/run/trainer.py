@@ -21,12 +21,12 @@ class Feed(Stream):
         loop's thread       fetch: replay -> source -> waiting
         agent's thread      next:                      waiting -> device
 
-    An agent reads ahead as far as it can. What it would find in a replay that grows
-    meanwhile depends on how fast it reads, so here it can only read what the loop has
-    fetched for it, at a point of its own choice. Where the agent has no thread and
-    the loop's own reads what was not fetched, it is fetched then.
+    An agent reads ahead as far as it can. The samples that it would draw from a replay
+    that grows meanwhile depend on how fast it reads, so here it can only read batches
+    that the loop has fetched for it, at a point of its own choice. Where the agent has
+    no thread and the loop's own reads a batch that was not fetched, it is fetched then.
 
-    `_changed` guards what both threads share. It has no position to save.
+    `_changed` guards the state that both threads share. It has no position to save.
 
     Args:
       source: only used by the thread that makes the feed.

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from embodied.base import Env
-from embodied.wrappers.actions import ClipAction, DiscretizeAction, NormalizeAction
-from embodied.wrappers.base import SpaceError, Wrapper
-from embodied.wrappers.checks import CheckSpaces
-from embodied.wrappers.dtypes import UnifyDtypes
-from embodied.wrappers.episodes import ActionRepeat, RestartOnException, TimeLimit
-from embodied.wrappers.images import ResizeImage
+from embodied.wrappers.checking import CheckSpaces, SpaceError, Wrapper
+from embodied.wrappers.episode_wrappers import (
+    ActionRepeat,
+    RestartOnException,
+    TimeLimit,
+)
+from embodied.wrappers.value_wrappers import (
+    ClipAction,
+    DiscretizeAction,
+    NormalizeAction,
+    ResizeImage,
+    UnifyDtypes,
+)
 
 __all__ = [
     "ActionRepeat",
@@ -29,17 +36,16 @@ __all__ = [
 def wrap(env: Env, nonfinite: str = "raise") -> Env:
     """Applies the standard stack, after which any agent can use the environment.
 
-    From the environment outwards: what it returns is checked against its own spaces;
-    [-1, 1] is scaled to the finite bounds of continuous actions; dtypes are unified;
-    what the agent sees and does is checked; its continuous actions are clipped.
+    From the environment outwards: [-1, 1] is scaled to the finite bounds of continuous
+    actions; dtypes are unified; observations and actions are checked against the
+    spaces that the agent sees; its continuous actions are clipped.
 
     Args:
       env: any Env, its spaces ours or `elements.Space`.
       nonfinite: 'raise' or 'pass', see `CheckSpaces`.
     """
-    env = CheckSpaces(env, nonfinite)
-    spaces = env.act_space.items()
-    continuous = [key for key, space in spaces if not space.discrete]
+    spaces = Wrapper(env).act_space.items()
+    continuous = [key for key, space in spaces if space.dtype.kind == "f"]
     for key in continuous:
         env = NormalizeAction(env, key)
     env = UnifyDtypes(env)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from dreamer_testing import QUICK, make_agent, make_config, make_obs
-from program_testing import compilation_cache, run_program
+from program_testing import run_program
 
 from dreamerv3.agent import Agent
 from embodied import Space
@@ -22,12 +22,6 @@ def train(agent: Agent, updates: int) -> tuple[dict, dict]:
         for batch in batches:
             carry, _, _ = agent.train(carry, batch)
     return agent.flush()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory):
-    with compilation_cache(tmp_path_factory.mktemp("cache")):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from dreamer_testing import make_agent, train_rounds
-from program_testing import compilation_cache, run_programs
+from program_testing import run_programs
 
 from embodied.rpc import free_port
 
@@ -24,12 +24,6 @@ flags += ['--replicas', '{HOSTS}', '--replica', replica]
 agent = dreamer_testing.make_agent(*flags, '--jax.coordinator_address', address)
 np.savez(file, **dreamer_testing.train_rounds(agent, {ROUNDS}, {ROWS}))
 """
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory):
-    with compilation_cache(tmp_path_factory.mktemp("cache")):
-        yield
 
 
 @pytest.mark.timeout(300)

@@ -189,7 +189,7 @@ MISTAKES = {
 @pytest.fixture(autouse=True)
 def image_suite(monkeypatch):
     """A suite whose options have an image size, whichever suites there are."""
-    suite = registry.Suite("dmc", "none", "none", extra="", doc="none")
+    suite = registry.Suite("dmc", "none:none", "none")
     monkeypatch.setattr(registry, "SUITES", {**registry.SUITES, "dmc": suite})
 
 

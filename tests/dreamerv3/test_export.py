@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from inference_testing import save_run
-from program_testing import compilation_cache
 
 import dreamerv3
 from dreamerv3.export import DTYPES, export, main
@@ -15,12 +14,6 @@ from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.run.saving import read_agent
 
 KEPT = Path(__file__).parents[2] / "docs/results/boxing_policy"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory):
-    with compilation_cache(tmp_path_factory.mktemp("cache")):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from dreamerv3.failures import foreign_part
 from dreamerv3.main import main
-from embodied.wrappers import checks
+from embodied.wrappers import checking
 
 ROLLOUT = ["--script", "rollout", "--random_agent", "True", "--run.envs", "1"]
 ROLLOUT += ["--logger.outputs", "jsonl", "--run.steps", "50"]
@@ -108,7 +108,7 @@ def test_its_own_errors_are_shown_from_its_first_line_on(
     assert trace.startswith(
         f'  Traceback (most recent call last):\n    File "{folder}/faulty_module.py"'
     )
-    assert line in trace and checks.__file__ not in trace
+    assert line in trace and checking.__file__ not in trace
 
 
 @pytest.mark.filterwarnings("ignore:.*is out of date:DeprecationWarning")
@@ -165,7 +165,7 @@ def test_the_installed_program_finds_environments_in_the_current_folder(tmp_path
 def test_tracebacks_that_are_only_ours_are_whole():
     ours = textwrap.dedent(f'''\
         Traceback (most recent call last):
-          File "{checks.__file__}", line 7, in step
+          File "{checking.__file__}", line 7, in step
             obs = self.env.step(action)
                   ^^^^^^^^^^^^^^^^^^^^^
         KeyError: 'x'

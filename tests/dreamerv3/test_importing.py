@@ -8,7 +8,6 @@ import agent_testing as testing
 import jax
 import numpy as np
 import pytest
-from program_testing import compilation_cache
 
 from dreamerv3.config import load_config, read_config
 from dreamerv3.importing import translate
@@ -24,12 +23,6 @@ SIZES += testing.flags(
     **{r"agent\..*\.depth": 2, r"agent\..*\.units": 16, r"agent\..*\.bins": 21}
 )
 FLAGS = ["--task", "inference_testing:GoldenTask", "--run.envs", "1", *SIZES]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory):
-    with compilation_cache(tmp_path_factory.mktemp("cache")):
-        yield
 
 
 def example():

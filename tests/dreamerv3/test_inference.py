@@ -17,7 +17,6 @@ from dreamer_testing import make_config
 from hypothesis import given
 from hypothesis import strategies as st
 from inference_testing import Task, save_run
-from program_testing import compilation_cache
 
 import dreamerv3
 from dreamerv3.acting import ActingAgent
@@ -33,12 +32,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples/inference.py"
 DISCRETE = gymnasium.spaces.Discrete(4)
 ACT_SPACE = {k: v for k, v in testing.ACT_SPACE.items() if k != "reset"}
 OBS_SPACE = testing.OBS_SPACE
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory):
-    with compilation_cache(tmp_path_factory.mktemp("cache")):
-        yield
 
 
 @pytest.fixture(scope="module")

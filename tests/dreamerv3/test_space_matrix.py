@@ -6,7 +6,6 @@ import agent_testing as testing
 import numpy as np
 import pytest
 from dreamer_testing import QUICK, make_config
-from program_testing import compilation_cache
 
 from dreamerv3.agent import Agent
 from embodied import Space
@@ -80,12 +79,6 @@ SLOW_CASES = {
     ),
     "no context": (VECTOR, MOVE, ["--replay_context", "0"]),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory):
-    with compilation_cache(tmp_path_factory.mktemp("cache")):
-        yield
 
 
 @pytest.mark.timeout(600)

@@ -34,7 +34,7 @@ def install(monkeypatch):
 
 def forget():
     """Lets the adapters be imported anew."""
-    for name in (*MODULES, "minecraft_spec"):
+    for name in MODULES:
         sys.modules.pop(f"embodied.envs.{name}", None)
         vars(envs).pop(name, None)
 
@@ -310,7 +310,7 @@ def test_minecraft_wood_rewards_every_log(minecraft):
     for _ in range(3):
         obs = env.step({"reset": False, "action": np.int32(1)})
         assert obs["reward"] == pytest.approx(1 - 0.004)
-    log = importlib.import_module("embodied.envs.minecraft_spec").ITEMS.index("log")
+    log = importlib.import_module("embodied.envs.minecraft").ITEMS.index("log")
     assert obs["inventory"][log] == obs["inventory_max"][log] == 3
 
 

@@ -178,7 +178,7 @@ def test_close_once():
     ("obs_spec", "act_spec", "message"),
     [
         ({"reward": Array((), np.float32)}, None, "'reward', which is reserved"),
-        ({"action": Array((), np.float32)}, None, "'action', which is there twice"),
+        ({"action": Array((), np.float32)}, None, "'action', which occurs twice"),
         ({"text": Array((), np.dtype("U4"))}, None, "numbers at 'text'"),
         (None, Array((), np.int32), "'action' to have bounds"),
     ],

@@ -118,12 +118,12 @@ def test_every_suite_has_its_factory(name):
     suite = SUITES[name]
     assert suite.name == name
     try:
-        module = importlib.import_module(suite.module)
+        module = importlib.import_module(suite.factory.partition(":")[0])
     except ModuleNotFoundError as error:
         if error.name.startswith("embodied"):
             raise
         pytest.skip(f"{error.name} is not installed")
-    assert callable(getattr(module, suite.factory))
+    assert callable(getattr(module, suite.factory.partition(":")[2]))
 
 
 def test_the_documentation_lists_all_suites_and_their_extras():
@@ -162,7 +162,7 @@ def test_unknown_tasks_name_what_there_is(task, message):
 def test_missing_package_names_the_extra(monkeypatch, tmp_path):
     (tmp_path / "suite_module.py").write_text("import package_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
-    suite = Suite("far", "suite_module", "Far", extra="atari", doc="")
+    suite = Suite("far", "suite_module:Far", "", extra="atari")
     monkeypatch.setattr(registry_module, "SUITES", {"far": suite})
     with pytest.raises(
         MissingExtra,

@@ -6,16 +6,9 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from program_testing import compilation_cache
 from toy_testing import kernel, make_agent, make_batch, make_obs, train
 
 from embodied import streams
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory):
-    with compilation_cache(tmp_path_factory.mktemp("cache")):
-        yield
 
 
 class Numbered(streams.Stateless):

@@ -104,6 +104,7 @@ print(json.dumps({
 
 
 def prepare(options, **environ):
+    environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # Not that of the tests.
     return json.loads(run_program(PREPARE, json.dumps(options), **environ))
 
 

@@ -35,9 +35,6 @@ class SlowOutput(AsyncOutput):
             raise error
         self.written += [name for _, name, _ in summaries]
 
-    def _flush(self):
-        self.events.append("flush")
-
     def _close(self):
         self.events.append("close")
 
@@ -109,40 +106,6 @@ def test_metrics_that_do_not_match_are_not_queued():
     assert output.written == ["train/a"]
 
 
-def test_flush_returns_when_all_is_written_and_passed_on():
-    output = SlowOutput()
-    output.gate.set()
-    for index in range(10):
-        output([(0, f"m{index}", ONE)])
-    output.flush()
-    assert len(output.written) == 10
-    assert output.events == ["flush"]
-    output.close()
-
-
-def test_flush_has_a_deadline():
-    output = SlowOutput(close_timeout=0.05)
-    output([(0, "a", ONE)])
-    with pytest.raises(TimeoutError, match="2 writes left"):
-        output.flush()
-    output.gate.set()
-    output.flush()
-    output.close()
-    assert output.written == ["a"]
-
-
-def test_an_error_reaches_the_next_caller_and_later_writes_succeed():
-    output = SlowOutput()
-    output.gate.set()
-    output.error = OSError("lost connection")
-    output([(0, "a", ONE)])
-    with pytest.raises(OSError, match="lost connection"):
-        output.flush()
-    output([(0, "b", ONE)])
-    output.close()
-    assert output.written == ["b"]
-
-
 def test_the_call_that_finds_an_error_is_itself_carried_out():
     output = SlowOutput(queue_size=1)
     output.error = OSError("lost connection")
@@ -168,7 +131,6 @@ def test_an_error_of_the_last_write_is_raised_by_close():
 
 def test_an_output_without_writes_needs_no_thread_to_close():
     output = SlowOutput()
-    output.flush()
     output.close()
     output.close()
     assert output.events == ["close"]
@@ -186,9 +148,9 @@ def test_a_background_error_is_reported_by_the_logger(caplog):
     output.gate.set()
     output.error = OSError("lost connection")
     with Logger(0, [output]) as logger:
-        logger.scalar("a", 1.0)
-        logger.flush()
-        logger.scalar("b", 1.0)
+        logger.add({"a": 1.0})
+        logger.write()
+        logger.add({"b": 1.0})
     assert output.written == ["b"]
     assert "lost connection" in caplog.text
 

@@ -139,7 +139,6 @@ class TestWandb:
         output = WandbOutput("run", tmp_path / "logdir", {"seed": 1}, project="test")
         with Logger(10, [output]) as logger:
             logger.add(METRICS)
-            logger.flush()
         wandb.teardown()  # Its service may still be writing until then.
         (file,) = (tmp_path / "logdir").glob("wandb/offline-run-*/run-*.wandb")
         data = file.read_bytes()
@@ -157,7 +156,7 @@ class TestScope:
     def test_values_are_columns_of_the_dashboard(self, tmp_path, scope):
         with Logger(10, [ScopeOutput(tmp_path, fps=20)], multiplier=2) as logger:
             logger.add(METRICS)
-            logger.flush()
+            logger.write()
             logger.add({"count": 4})
         reader = scope.Reader(tmp_path)
         assert set(reader.keys()) == {*METRICS} - {"vector"}

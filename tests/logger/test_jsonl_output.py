@@ -195,7 +195,7 @@ def test_a_full_disk_is_reported_and_does_not_end_training(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with Logger(0, [JSONLOutput(tmp_path)]) as logger:
         for _ in range(3):
-            logger.scalar("a", 1.0)
+            logger.add({"a": 1.0})
             logger.write()
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1

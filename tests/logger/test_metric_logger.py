@@ -30,9 +30,6 @@ class Collector:
             raise self.error
         self.summaries += summaries
 
-    def flush(self):
-        self.calls.append("flush")
-
     def close(self):
         self.calls.append("close")
 
@@ -53,16 +50,16 @@ class TestCollecting:
         step = elements.Counter()
         logger = Logger(step, [output], multiplier=4)
         step.increment(10)
-        logger.scalar("a", 1.0)
+        logger.add({"a": 1.0})
         step.increment(5)
-        logger.scalar("b", 2)
+        logger.add({"b": 2})
         assert output.summaries == []
         logger.write()
         assert output.summaries == [(40, "a", 1.0), (60, "b", 2)]
 
     def test_the_step_may_be_a_plain_integer(self, output):
         with Logger(7, [output]) as logger:
-            logger.scalar("a", 1.0)
+            logger.add({"a": 1.0})
         assert output.summaries == [(7, "a", 1.0)]
 
     def test_prefixes_are_put_before_names(self, output):
@@ -79,7 +76,7 @@ class TestCollecting:
 
     def test_every_write_has_only_what_is_new(self, output):
         logger = Logger(0, [output])
-        logger.scalar("a", 1.0)
+        logger.add({"a": 1.0})
         logger.write()
         logger.write()
         assert len(output.summaries) == 1
@@ -87,19 +84,13 @@ class TestCollecting:
     def test_closing_writes_first_and_closes_all(self):
         outputs = [Collector(), Collector()]
         with Logger(0, outputs) as logger:
-            logger.scalar("a", 1.0)
+            logger.add({"a": 1.0})
         assert [output.calls for output in outputs] == [["write", "close"]] * 2
-
-    def test_flushing_writes_first(self, output):
-        logger = Logger(0, [output])
-        logger.scalar("a", 1.0)
-        logger.flush()
-        assert output.calls == ["write", "flush"]
 
     def test_a_plain_function_can_be_an_output(self):
         summaries = []
         with Logger(0, [summaries.extend]) as logger:
-            logger.scalar("a", 1.0)
+            logger.add({"a": 1.0})
         assert summaries == [(0, "a", 1.0)]
 
     def test_threads_may_add_and_write_at_once_and_nothing_is_lost(self, output):
@@ -135,42 +126,38 @@ class TestValues:
         assert scalar.item() == value
 
     @pytest.mark.parametrize(
-        ("method", "value"),
+        "value",
         [
-            ("scalar", np.float32(1)),
-            ("vector", np.arange(5)),
-            ("image", np.zeros((4, 6), np.uint8)),
-            ("image", np.zeros((4, 6, 1), np.uint8)),
-            ("image", np.zeros((4, 6, 4), np.uint8)),
-            ("video", np.zeros((2, 4, 6, 3), np.uint8)),
+            np.float32(1),
+            np.arange(5),
+            np.zeros((4, 6), np.uint8),
+            np.zeros((4, 6, 1), np.uint8),
+            np.zeros((4, 6, 4), np.uint8),
+            np.zeros((2, 4, 6, 3), np.uint8),
         ],
     )
-    def test_add_and_the_named_methods_agree(self, method, value):
-        added, named = Collector(), Collector()
-        with Logger(0, [added]) as logger:
+    def test_arrays_reach_the_outputs_as_they_are(self, output, value):
+        with Logger(0, [output]) as logger:
             logger.add({"x": value})
-        with Logger(0, [named]) as logger:
-            getattr(logger, method)("x", value)
-        np.testing.assert_array_equal(value_of(added, "x"), value)
-        np.testing.assert_array_equal(value_of(named, "x"), value)
+        np.testing.assert_array_equal(value_of(output, "x"), value)
 
     def test_strings_are_text(self, output):
         with Logger(0, [output]) as logger:
             logger.add({"a": "hello"})
-            logger.text("b", "world")
+            logger.add({"b": "world"})
         assert output.summaries == [(0, "a", "hello"), (0, "b", "world")]
 
     def test_pixels_given_as_floats_become_bytes(self, output):
         image = np.array([[-1.0, 0.0, 0.5], [1.0, 2.0, np.nan]])
         with Logger(0, [output]) as logger:
-            logger.image("x", image)
+            logger.add({"x": image})
         assert value_of(output, "x").tolist() == [[0, 0, 127], [255, 255, 0]]
         assert value_of(output, "x").dtype == np.uint8
 
     def test_arrays_are_copied_so_that_buffers_can_be_used_again(self, output):
         buffer = np.ones((2, 4, 4, 3), np.uint8)
         logger = Logger(0, [output])
-        logger.video("x", buffer)
+        logger.add({"x": buffer})
         buffer[:] = 9
         logger.write()
         assert value_of(output, "x").max() == 1
@@ -196,25 +183,6 @@ class TestValues:
         logger.write()
         assert output.summaries == []
 
-    @pytest.mark.parametrize(
-        ("method", "value"),
-        [
-            ("scalar", np.zeros(3)),
-            ("vector", 1.0),
-            ("image", np.zeros((2, 4, 4, 3), np.uint8)),
-            ("video", np.zeros((4, 4, 3), np.uint8)),
-        ],
-    )
-    def test_a_named_method_wants_its_own_kind(self, output, method, value):
-        with pytest.raises(ValueError, match=f"expected {method}"):
-            getattr(Logger(0, [output]), method)("x", value)
-
-    def test_text_and_numbers_are_not_mixed_up(self, output):
-        with pytest.raises(TypeError, match="expected a string"):
-            Logger(0, [output]).text("x", 1.0)
-        with pytest.raises(TypeError, match="expected a scalar"):
-            Logger(0, [output]).scalar("x", "1.0")
-
     def test_an_output_that_cannot_be_called_is_refused(self):
         with pytest.raises(TypeError, match="can be called"):
             Logger(0, ["metrics.jsonl"])
@@ -223,7 +191,7 @@ class TestValues:
 class TestFailingOutputs:
     def write(self, logger, times=1):
         for _ in range(times):
-            logger.scalar("x", 1.0)
+            logger.add({"x": 1.0})
             logger.write()
 
     def warnings(self, caplog):

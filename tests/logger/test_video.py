@@ -9,7 +9,7 @@ import PIL.Image
 import PIL.ImageSequence
 import pytest
 
-from embodied.logger.video import encode_gif, encode_png
+from embodied.logger.output import encode_gif, encode_png
 
 
 def decode(data, mode="RGB"):

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from run_testing import LENGTH, Parts, main, newest_step
 
-from embodied.run.signals import stop_on_signals
+from embodied.run.console import stop_on_signals
 
 
 def start(logdir, **changes):

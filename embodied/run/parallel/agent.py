@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from embodied.base import Agent
-from embodied.run.messages import show_messages
+from embodied.run.console import SAVING, show_messages, stop_on_signals
 from embodied.run.parallel import wiring
 from embodied.run.parallel.actor import run_actor
 from embodied.run.parallel.ending import Ending
 from embodied.run.parallel.learner import run_learner
 from embodied.run.parallel.replicas import join_replicas
-from embodied.run.signals import SAVING, stop_on_signals
 from embodied.workers import Progress, Thread
 
 LEAVE_SECONDS = 30.0  # For the actor to end after the learner.

@@ -19,12 +19,11 @@ import numpy as np
 from embodied.base import Env
 from embodied.driver import no_exit
 from embodied.rpc import RemoteError
-from embodied.run.messages import show_messages
+from embodied.run.console import STOPPING, show_messages, stop_on_signals
 from embodied.run.parallel import wiring
 from embodied.run.parallel.observations import SAME_TASK, ObservationError
 from embodied.run.parallel.owners import worker_info
 from embodied.run.parallel.watching import telling_usage
-from embodied.run.signals import STOPPING, stop_on_signals
 from embodied.workers import Process, Progress, RestartPolicy, Supervisor, WorkerError
 
 MakeEnv = Callable[[int], Env]

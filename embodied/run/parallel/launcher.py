@@ -14,11 +14,10 @@ from typing import Any
 import cloudpickle
 
 from embodied.checkpoint import write_file
-from embodied.run.messages import show_messages
+from embodied.run.console import SAVING, show_messages, stop_on_signals
 from embodied.run.parallel import agent, env, replay, wiring
 from embodied.run.parallel import logger as loggers
 from embodied.run.parallel.watching import telling_usage
-from embodied.run.signals import SAVING, stop_on_signals
 from embodied.workers import (
     Process,
     Progress,

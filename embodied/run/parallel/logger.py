@@ -14,12 +14,11 @@ from embodied.base import Array
 from embodied.clock import LocalClock
 from embodied.episodes import Episodes
 from embodied.rpc import Unanswered
-from embodied.run.messages import show_messages
+from embodied.run.console import show_messages, stop_on_signals
 from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import find_bottleneck
 from embodied.run.parallel.saving import RoleCheckpoint, pack_reply
 from embodied.run.saving import LOGGER, StepCount
-from embodied.run.signals import stop_on_signals
 from embodied.run.usage import Usage
 
 CALLS = "logger_calls"  # Part of checkpoints, beside the step.

@@ -19,11 +19,10 @@ from embodied.checkpoint import FileRecord
 from embodied.clock import LocalClock
 from embodied.replay import Replay, limiters
 from embodied.rpc import Unanswered
-from embodied.run.messages import show_messages
+from embodied.run.console import show_messages, stop_on_signals
 from embodied.run.parallel import wiring
 from embodied.run.parallel.saving import RoleCheckpoint, pack_reply
-from embodied.run.signals import stop_on_signals
-from embodied.run.single_process import EVAL_REPLAY, TRAIN_REPLAY
+from embodied.run.training_run import EVAL_REPLAY, TRAIN_REPLAY
 from embodied.run.usage import Usage
 
 LIMITER, CALLS = "limiter", "replay_calls"  # Parts of checkpoints, beside the replays.

@@ -1,15 +1,16 @@
-"""Turns signals into an event that loops look at. Main thread of the main process."""
+"""Messages to and signals from the person who runs a program. Any process."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
 
-# What the process that a person has started says at once.
+# Notes that the process that a person has started prints at once.
 SAVING = "Interrupted: saving, then leaving. Ctrl-C again leaves now."
 STOPPING = "Interrupted: stopping. Ctrl-C again leaves now."
 
@@ -52,3 +53,30 @@ def stop_on_signals(note: str = "") -> Iterator[threading.Event]:
         yield stop
     finally:
         restore()
+
+
+class _Printer(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # Through `print`, since a live display redirects it to above itself.
+        kind = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
+        print(f"{kind}{record.getMessage()}", flush=True)
+
+
+@contextlib.contextmanager
+def show_messages() -> Iterator[None]:
+    """Prints log messages of the framework, of level INFO and above, in the body.
+
+    Does nothing where they are printed already.
+    """
+    log = logging.getLogger("embodied")
+    if any(isinstance(handler, _Printer) for handler in log.handlers):
+        yield
+        return
+    printer, level = _Printer(), log.level
+    log.addHandler(printer)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(printer)

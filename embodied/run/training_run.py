@@ -1,9 +1,12 @@
-"""The parts of a run in one process, and the steps of its loop. Training process."""
+"""A training run in one process: its parts, its steps, its end."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,13 +14,11 @@ from embodied.base import Agent
 from embodied.clock import LocalClock
 from embodied.episodes import Episodes
 from embodied.replay import Replay
-from embodied.run.collecting import Collector, MakeEnv
-from embodied.run.evaluation import Evaluator
+from embodied.run.collecting import Collector, Evaluator, MakeEnv
+from embodied.run.console import SAVING, stop_on_signals
 from embodied.run.metrics import Meter
-from embodied.run.progress import Limit, Result
 from embodied.run.ratio import TrainRatio
 from embodied.run.saving import RunCheckpoint, must_continue
-from embodied.run.signals import SAVING, stop_on_signals
 from embodied.run.trainer import MakeStream, Trainer
 from embodied.run.usage import Usage
 
@@ -25,9 +26,67 @@ TRAIN_REPLAY = "replay"  # Names of folders, parts of checkpoints, and metrics.
 EVAL_REPLAY = "replay_eval"
 
 
+class Limit:
+    """Ends a loop by its steps, by its duration, or by a signal.
+
+    Args:
+      step: returns the number of steps until now.
+      steps: at which the loop ends.
+      duration: seconds from now after which it ends; 0 for no limit.
+      stop: ends it once set.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], int],
+        steps: float,
+        duration: float,
+        stop: threading.Event,
+    ):
+        self._step = step
+        self._steps = steps
+        self._stop = stop
+        self._start = time.monotonic()
+        self._end = self._start + duration if duration else math.inf
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken until now."""
+        return time.monotonic() - self._start
+
+    def interrupted(self) -> bool:
+        """Whether a signal has come, or the duration is over."""
+        return self._stop.is_set() or time.monotonic() >= self._end
+
+    def reached(self) -> bool:
+        """Whether the loop is over, for one of these reasons or by its steps."""
+        return self.interrupted() or self._step() >= self._steps
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """Figures of a call of a training loop.
+
+    Attributes:
+      step: agent steps of training environments, over all resumes.
+      steps: those of this call.
+      updates: of the agent, in this call.
+      seconds: how long it took, without the start.
+      episodes: finished in this call.
+      mean_score: of the last 100 of them; None if there were none.
+    """
+
+    step: int
+    steps: int
+    updates: int
+    seconds: float
+    episodes: int
+    mean_score: float | None
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingRun:
-    """The parts of a training run, and the things that a loop does with them.
+    """The parts of a training run, and the steps that a loop makes with them.
 
     Everything happens in the caller's thread and in a fixed order.
     """
@@ -65,7 +124,7 @@ class TrainingRun:
     def train(self, *clocks: LocalClock) -> None:
         """Makes the updates that are due, as far as there is nothing else to do.
 
-        A signal or the duration ends them; what is not made stays due.
+        A signal or the duration ends them; the rest stays due.
 
         Args:
           clocks: once one of them is due, further updates wait for the next call.
@@ -107,7 +166,7 @@ class TrainingRun:
         self.logger.write()
 
     def finish(self) -> None:
-        """Writes what has not been written yet."""
+        """Writes the metrics that are left."""
         self.trainer.finish()
         if not self.meter.idle:
             self.log()
@@ -121,11 +180,11 @@ class TrainingRun:
         with self.meter.section("save"):
             self.checkpoint.save()
 
-    def result(self) -> Result:
-        """Returns what was done until now."""
+    def result(self) -> TrainResult:
+        """Returns the figures of this call until now."""
         collector = self.collector
         scores = collector.scores
-        return Result(
+        return TrainResult(
             step=int(self.logger.step),
             steps=collector.steps,
             updates=self.trainer.updates,
@@ -159,7 +218,7 @@ def open_run(
       make_env: makes the training environment of an id.
       make_stream: makes the stream of batches of a replay and a mode.
       make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
-      args: the `run` block of the configuration and what belongs to it.
+      args: the `run` block of the configuration, and sizes of batches.
 
     Raises:
       CheckpointError: the logdir has checkpoints, but none that can be continued.

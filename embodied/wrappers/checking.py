@@ -1,4 +1,4 @@
-"""The wrapper that checks values against their spaces; where the env is stepped."""
+"""The base of wrappers, and the one that checks values; where the env is stepped."""
 
 from __future__ import annotations
 
@@ -7,18 +7,86 @@ from typing import Any
 
 import numpy as np
 
-from embodied.base import Array, Env, Spaces
+from embodied.base import Array, Env, Spaces, TaskError
 from embodied.space import Space
-from embodied.wrappers.base import (
-    SpaceError,
-    Step,
-    Wrapper,
-    bounds,
-    env_name,
-    refuse_strings,
-)
 
+Step = dict[str, Array]
 _FLAGS = ("is_first", "is_last", "is_terminal")
+
+
+class SpaceError(TaskError, ValueError):
+    """A value of an environment does not fit its space, or the space is not usable."""
+
+    @classmethod
+    def of(
+        cls, kind: str, key: str, env: Any, expected: Any, value: Any, advice: str
+    ) -> SpaceError:
+        """Makes the error of one key.
+
+        Args:
+          kind: 'observation' or 'action'.
+          key: the key.
+          env: the environment, wrapped or not.
+          expected: the space, or words.
+          value: the value or space that was found: words, or an array.
+          advice: how to correct it, as a sentence.
+        """
+        got = value if isinstance(value, str) else brief(value)
+        return cls(
+            f"{kind.capitalize()} {key!r} of env {env_name(env)}: "
+            f"expected {expected}, got {got}. {advice}"
+        )
+
+
+class Wrapper(Env):
+    """Passes everything on to `env`, attributes included; made to be subclassed."""
+
+    def __init__(self, env: Env):
+        self.env = env
+
+    @property
+    def obs_space(self) -> Spaces:
+        """Spaces of the wrapped environment, as `embodied.Space`."""
+        return {key: Space.of(space) for key, space in self.env.obs_space.items()}
+
+    @property
+    def act_space(self) -> Spaces:
+        """Spaces of the wrapped environment, as `embodied.Space`."""
+        return {key: Space.of(space) for key, space in self.env.act_space.items()}
+
+    def step(self, action: Step) -> Step:
+        """Steps the wrapped environment."""
+        return self.env.step(action)
+
+    def close(self) -> None:
+        """Closes the wrapped environment, if it can be closed."""
+        close = getattr(self.env, "close", None)
+        if close is not None:
+            close()
+
+    def __getattr__(self, name: str) -> Any:
+        # Underscored names are this object's own; `env` is missing while unpickling.
+        if name.startswith("_") or name == "env":
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+        return getattr(self.env, name)
+
+
+def env_name(env: Any) -> str:
+    """Returns the attribute `name` of an environment, else the name of its class."""
+    while isinstance(env, Wrapper):
+        env = env.env
+    name = getattr(env, "name", None)
+    return name if isinstance(name, str) else type(env).__name__
+
+
+def brief(value: Any) -> str:
+    """Describes an array, or any other value, within one line."""
+    if not isinstance(value, np.ndarray | np.generic):
+        text = repr(value)
+        return f"{type(value).__name__} {text if len(text) < 80 else text[:77] + '...'}"
+    head = ", ".join(str(element) for element in value.ravel()[:8])
+    more = ", ..." if value.size > 8 else ""
+    return f"{value.dtype} of shape {value.shape} with values [{head}{more}]"
 
 
 class CheckSpaces(Wrapper):
@@ -31,7 +99,7 @@ class CheckSpaces(Wrapper):
 
     Args:
       env: the environment.
-      nonfinite: what to do with NaN and infinity in observations, 'raise' or 'pass'.
+      nonfinite: 'raise' or 'pass', for NaN and infinity in observations.
     """
 
     def __init__(self, env: Env, nonfinite: str = "raise"):
@@ -108,7 +176,7 @@ class CheckSpaces(Wrapper):
 
 
 class _Check:
-    """Checks the values of one key; what a space allows is found out only once."""
+    """Checks the values of one key, with limits that are computed only once."""
 
     def __init__(self, kind: str, key: str, space: Space, env: Env, passes: bool):
         self._kind = kind
@@ -117,8 +185,8 @@ class _Check:
         self._env = env
         self._passes = passes
         self._markers = kind == "observation" and key != "reward"
-        self._low, self._high = bounds(space)
-        lowest, highest = bounds(Space(space.dtype, space.shape))
+        self._low, self._high = space.limits
+        lowest, highest = Space(space.dtype, space.shape).limits
         bounded = np.any(self._low != lowest) or np.any(self._high != highest)
         if space.dtype.kind == "f":
             limit = np.finfo(space.dtype).max
@@ -213,3 +281,18 @@ def _check_required(
             "no such key" if space is None else str(space),
             f"Declare it in {'obs' if kind == 'observation' else 'act'}_space.",
         )
+
+
+def refuse_strings(spaces: Spaces, kind: str, env: Env) -> Spaces:
+    """Returns the spaces, if all of them are of numbers."""
+    for key, space in spaces.items():
+        if space.dtype.kind == "U":
+            raise SpaceError.of(
+                kind,
+                key,
+                env,
+                "a space of numbers",
+                str(space),
+                "Encode strings as integers, or leave the key out.",
+            )
+    return spaces

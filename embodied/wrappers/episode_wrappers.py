@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from embodied.base import Env
-from embodied.wrappers.base import SpaceError, Step, Wrapper, env_name
+from embodied.wrappers.checking import SpaceError, Step, Wrapper, env_name
 
 _logger = logging.getLogger(__name__)
 
@@ -97,16 +97,16 @@ class RestartOnException(Wrapper):
 
     The step that failed returns the first observation of a new episode, with
     `is_first` set: an episode that was interrupted has no last step, and none is made
-    up, since what the action led to is not known.
+    up, since the effect of the action is not known.
 
     Only the thread that owns the environment calls `step`; `close` may come from
     another one and ends a wait.
 
     Args:
       make_env: makes the environment, which is the same one every time.
-      exceptions: what to restart after.
+      exceptions: types to restart after.
       window: seconds within which failures are counted.
-      maxfails: failures in a window that are made up for; the next one is raised.
+      maxfails: failures in a window that are tolerated; the next one is raised.
       wait: seconds before the environment is made again.
       clock: returns the time in seconds.
     """
@@ -161,8 +161,8 @@ class RestartOnException(Wrapper):
         if len(self._failures) > self._maxfails:
             raise failure
         _logger.warning(
-            "Env %s failed (%d of %d failures in %g s that are made up for); "
-            "it is made again in %g s.",
+            "Env %s failed (failure %d of %d that are tolerated in %g s); it is made "
+            "again in %g s.",
             env_name(self),
             len(self._failures),
             self._maxfails,
