@@ -11,9 +11,9 @@ import numpy as np
 
 from dreamerv3.agent import make_algorithm
 from embodied.base import Agent, Array, Spaces, Tree
-from embodied.jax import devices, loading
-from embodied.jax.acting import Actor, Parameters
-from embodied.jax.names import flat_name
+from embodied.jax import devices
+from embodied.jax.param_names import choose_arrays, flat_name, name_matches
+from embodied.jax.policy_runner import Parameters, PolicyRunner
 from embodied.jax.setup import setup
 
 
@@ -78,7 +78,9 @@ class ActingAgent(Agent):
         self._parameters = Parameters(lambda leaves: leaves, wait=True)
         # The seeds of the whole agent, for the same actions.
         seeds = (seed, jax.process_index())
-        self._actor = Actor(algorithm, self._layout, params, self._parameters, seeds)
+        self._runner = PolicyRunner(
+            algorithm, self._layout, params, self._parameters, seeds
+        )
         self._loaded = False
 
     def load(self, data: Tree, regex: str | None = None) -> None:
@@ -105,7 +107,7 @@ class ActingAgent(Agent):
 
         Arguments and errors are those of `load`.
         """
-        names = [name for name in self._leaves if loading.matches(regex, name)]
+        names = [name for name in self._leaves if name_matches(regex, name)]
         if not names:
             raise ValueError(
                 "run.from_checkpoint_regex: expected to match names such as "
@@ -115,12 +117,12 @@ class ActingAgent(Agent):
         given = {name: data["params"][name] for name in names if name in data["params"]}
         return {
             name: np.asarray(value).astype(self._leaves[name].dtype)
-            for name, value in loading.choose(given, shapes, None).items()
+            for name, value in choose_arrays(given, shapes, None).items()
         }
 
     def init_policy(self, batch_size: int) -> Tree:
         """Returns the carry of environments before their first step, on the device."""
-        return self._actor.init_carry(batch_size)
+        return self._runner.init_carry(batch_size)
 
     def policy(
         self, carry: Tree, obs: Mapping[str, Array], mode: str = "eval"
@@ -134,7 +136,7 @@ class ActingAgent(Agent):
             raise RuntimeError(
                 "policy expected weights, but there are none. Call load first."
             )
-        carry, actions, _ = self._actor.policy(carry, obs, mode)
+        carry, actions, _ = self._runner.policy(carry, obs, mode)
         return carry, actions, {}
 
     def _init(self, key: Array) -> Tree:

@@ -72,7 +72,7 @@ class Agent(JaxAgent):
             "The agent computes in %s on %s. It has %s",
             backend.compute_dtype,
             backend.platform,
-            parameter_summary(self._learner.shapes.model),
+            parameter_summary(self._trainer.shapes.model),
         )
 
     def report(

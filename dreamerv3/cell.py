@@ -14,8 +14,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from embodied.jax.distributions import Categorical
 from embodied.jax.nets import Array, Tree, activate, block_matmul, f32, sg
-from embodied.jax.outs import Categorical
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,18 +11,19 @@ import jax.numpy as jnp
 
 from dreamerv3.encoder import smallest_map, split_spaces
 from embodied.jax import values
-from embodied.jax.build import Builder, Recipes
+from embodied.jax.distributions import Categorical, squared_error
 from embodied.jax.heads import NamedSpaces
 from embodied.jax.nets import (
     MLP,
     Array,
+    Builder,
     Linear,
+    Recipes,
     activate,
     f32,
     symexp,
     symlog,
 )
-from embodied.jax.outs import Categorical, squared_error
 from embodied.jax.resampling import doubled_conv
 
 

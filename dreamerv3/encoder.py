@@ -10,9 +10,8 @@ import jax.numpy as jnp
 
 from embodied.envs.keys import SIGNALS
 from embodied.jax import values
-from embodied.jax.build import Builder, Recipes
 from embodied.jax.heads import NamedSpaces
-from embodied.jax.nets import Array, activate, symlog
+from embodied.jax.nets import Array, Builder, Recipes, activate, symlog
 from embodied.jax.resampling import max_pool, pooled_conv
 
 SMALLEST_MAP, LARGEST_MAP = 3, 16  # Sides of the smallest feature map.

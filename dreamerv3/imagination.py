@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from dreamerv3.cell import flat, squash_action
 from dreamerv3.rssm import RSSM, Latent
 from embodied.jax.heads import PolicyHead, action_vector
-from embodied.jax.names import cast_matrices
 from embodied.jax.nets import Array, Tree, sg
+from embodied.jax.param_names import cast_matrices
 
 Actions = dict[str, Array]
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from dreamerv3.returns import imagined_weight, lambda_return
+from embodied.jax.distributions import Categorical, TwoHot
 from embodied.jax.heads import ActionDist
 from embodied.jax.nets import Array, f32, sg
 from embodied.jax.normalize import Normalizer
-from embodied.jax.outs import Categorical, TwoHot
 
 NormState = dict[str, Any]  # States of retnorm, valnorm and advnorm by name.
 

@@ -25,7 +25,6 @@ from dreamerv3.rssm import RSSM, Latent, make_rssm
 from dreamerv3.settings import LOSSES, Settings, make_settings
 from embodied.envs.keys import SIGNALS
 from embodied.jax import values
-from embodied.jax.build import Builder, Recipes, draw
 from embodied.jax.heads import (
     BinaryHead,
     NamedSpaces,
@@ -37,8 +36,8 @@ from embodied.jax.heads import (
     policy_head,
     twohot_head,
 )
-from embodied.jax.names import cast_matrices, with_flat_params
-from embodied.jax.nets import Array
+from embodied.jax.nets import Array, Builder, Recipes, draw
+from embodied.jax.param_names import cast_matrices, with_flat_params
 from embodied.space import Space
 
 Carry = dict[str, Any]  # deter and stoch, as in Latent, and action by key, [B, ...]

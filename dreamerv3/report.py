@@ -23,8 +23,8 @@ from dreamerv3.diagnostics import gradient_norms, open_loop
 from dreamerv3.model import Carry, Model, State, as_key
 from dreamerv3.training import Batch, Metrics, loss_terms, norm_states
 from embodied.jax import values
-from embodied.jax.names import flat_params
 from embodied.jax.nets import Array, Tree, f32, symlog
+from embodied.jax.param_names import flat_params
 
 SEQUENCES = 6  # Side by side in a video.
 BORDER = 2  # Pixels.

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from dreamerv3.cell import Cell, squash_action
-from embodied.jax.build import Builder, Recipes
-from embodied.jax.nets import Array, f32
-from embodied.jax.outs import Categorical
+from embodied.jax.distributions import Categorical
+from embodied.jax.nets import Array, Builder, Recipes, f32
 from embodied.jax.recurrence import recur
 
 Latent = dict[str, Array]  # deter [..., D] and stoch [..., S, C], compute dtype

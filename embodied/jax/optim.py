@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from embodied.jax.names import flat_name
 from embodied.jax.nets import Array, Tree
+from embodied.jax.param_names import flat_name
 
 SMALLEST_NORM = 1e-3  # Of weights, in clipping: new weights may be zero.
 FINAL_RATE = 0.1  # Share of the learning rate that schedules end with.

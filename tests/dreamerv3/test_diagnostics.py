@@ -15,8 +15,8 @@ from agent_testing import (
 )
 
 from dreamerv3 import diagnostics, model
-from embodied.jax.names import with_flat_params
 from embodied.jax.nets import symexp
+from embodied.jax.param_names import with_flat_params
 
 
 @pytest.fixture(autouse=True)

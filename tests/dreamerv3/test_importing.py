@@ -15,7 +15,7 @@ from dreamerv3.importing import translate
 from dreamerv3.main import main, make_agent
 from dreamerv3.reference import find_reference, read_reference
 from embodied.checkpoint import CheckpointError
-from embodied.jax.names import with_flat_params
+from embodied.jax.param_names import with_flat_params
 from embodied.run.saving import load_agent, read_agent
 
 EXAMPLE = testing.GOLDEN / "reference_checkpoint"

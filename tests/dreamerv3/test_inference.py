@@ -77,7 +77,7 @@ def test_it_acts_like_the_agent_that_was_saved(run, batch):
     agent, logdir = run
     carry = agent.init_policy(batch or 1)
     policy = dreamerv3.load(logdir, batch=batch)
-    agent._acting.calls = 0  # Seeds are counted from there.
+    agent._policy_runner.calls = 0  # Seeds are counted from there.
     for index, obs in enumerate(observations(5, batch)):
         found = policy.act(obs)
         rows = {k: x if batch else x[None] for k, x in obs.items()}

@@ -26,8 +26,7 @@ from dreamerv3.losses import (
     value_loss,
 )
 from embodied import Space
-from embodied.jax.normalize import Normalizer
-from embodied.jax.outs import (
+from embodied.jax.distributions import (
     Binary,
     BoundedNormal,
     Categorical,
@@ -35,6 +34,7 @@ from embodied.jax.outs import (
     squared_error,
     twohot_bins,
 )
+from embodied.jax.normalize import Normalizer
 
 ROWS, STEPS, BINS = 2, 5, 21
 

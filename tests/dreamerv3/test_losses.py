@@ -15,8 +15,8 @@ from dreamerv3.losses import (
     repl_loss,
     value_loss,
 )
+from embodied.jax.distributions import BoundedNormal, Categorical, TwoHot, twohot_bins
 from embodied.jax.normalize import Normalizer
-from embodied.jax.outs import BoundedNormal, Categorical, TwoHot, twohot_bins
 
 OFF = Normalizer("none")
 IMAG = {"disc": 1.0, "lam": 0.95, "actent": 3e-4, "slowreg": 1.0, "slowtar": False}

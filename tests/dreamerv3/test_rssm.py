@@ -16,7 +16,7 @@ from agent_testing import (
 from dreamerv3.cell import squash_action
 from dreamerv3.rssm import make_rssm
 from embodied.jax.heads import action_vector
-from embodied.jax.names import flat_params
+from embodied.jax.param_names import flat_params
 
 ACTIONS, TOKENS, BATCH, LENGTH = 3, 5, 2, 4
 VARIANTS = [
