@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dreamerv3 import model
-from dreamerv3.config import read_blocks
+from dreamerv3.cli.config import read_blocks
+from dreamerv3.policies.spaces import spaces_to_tree
 from dreamerv3.report import parameter_summary, report_step
-from dreamerv3.spaces import spaces_to_tree
 from dreamerv3.training import train_step
 from embodied.base import Array, Spaces, Tree
 from embodied.envs.keys import SIGNALS

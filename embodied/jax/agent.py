@@ -21,12 +21,16 @@ from embodied.jax import devices
 from embodied.jax.algorithm import Algorithm
 from embodied.jax.device_stream import Placer, open_stream
 from embodied.jax.devices import Layout
-from embodied.jax.param_names import choose_arrays, name_matches
+from embodied.jax.param_names import (
+    choose_arrays,
+    join_parts,
+    name_matches,
+    split_parts,
+)
 from embodied.jax.policy_runner import Parameters, PolicyRunner
 from embodied.jax.train_runner import NonfiniteWatch, TrainRunner
 
 STREAM_SEED = 0
-OPT = "opt/"  # Flat names of the optimiser's state begin with it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,12 +202,9 @@ class JaxAgent(Agent):
 
     def save(self) -> Tree:
         """Returns all state as NumPy arrays by flat name, and counters."""
-        arrays = self._trainer.arrays()
-        opt = {name.removeprefix(OPT): x for name, x in _starting(arrays, OPT).items()}
-        params = {name: x for name, x in arrays.items() if not name.startswith(OPT)}
         calls = self._policy_runner.calls if self._policy_runner else 0
         counters = {"updates": self._trainer.updates, "policy_calls": calls}
-        return {"params": params, "opt": opt, "counters": counters}
+        return {**split_parts(self._trainer.arrays()), "counters": counters}
 
     def load(self, data: Tree, regex: str | None = None) -> None:
         """Restores what `save` returned.
@@ -218,14 +219,9 @@ class JaxAgent(Agent):
         Raises:
           ValueError: shapes differ, names differ, or nothing matches.
         """
-        given = {
-            **data["params"],
-            **{OPT + name: value for name, value in data.get("opt", {}).items()},
-        }
-        shapes = self._trainer.shapes
-        own = dict(zip(self._trainer.names, jax.tree.leaves(shapes)))
-        chosen = choose_arrays(given, {k: x.shape for k, x in own.items()}, regex)
-        self._trainer.replace(chosen)
+        leaves = jax.tree.leaves(self._trainer.shapes)
+        shapes = {name: x.shape for name, x in zip(self._trainer.names, leaves)}
+        self._trainer.replace(choose_arrays(join_parts(data), shapes, regex))
         counters = {
             name: int(value)
             for name, value in data.get("counters", {}).items()
@@ -272,7 +268,3 @@ def _keep(leaves: list[Array]) -> list[Array]:
 
 def _overlap(one: Layout, other: Layout) -> bool:
     return bool(set(one.mesh.devices.flat) & set(other.mesh.devices.flat))
-
-
-def _starting(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {name: x for name, x in arrays.items() if name.startswith(prefix)}

@@ -18,6 +18,7 @@ from embodied.jax.nets import Array, Tree
 
 logger = logging.getLogger(__name__)
 
+OPT = "opt/"  # Flat names of the optimiser's state begin with it.
 SHOWN = 8  # Names in a message; the others are counted.
 _HIDDEN_FIELDS = ("model", "parts")  # Fields that are no part of flat names.
 
@@ -58,6 +59,19 @@ def with_flat_params(tree: Tree, values: Mapping[str, Any]) -> Tree:
         for name, (_, leaf) in zip(names, leaves)
     ]
     return jax.tree_util.tree_unflatten(treedef, new)
+
+
+def join_parts(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arrays of a saved agent by flat name, the optimiser's included."""
+    opt = {OPT + name: value for name, value in data.get("opt", {}).items()}
+    return {**data["params"], **opt}
+
+
+def split_parts(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Inverse of `join_parts`: the parts `params` and `opt` of a saved agent."""
+    opt = {k.removeprefix(OPT): v for k, v in arrays.items() if k.startswith(OPT)}
+    params = {k: v for k, v in arrays.items() if not k.startswith(OPT)}
+    return {"params": params, "opt": opt}
 
 
 def cast_matrices(tree: Tree, dtype: str) -> Tree:

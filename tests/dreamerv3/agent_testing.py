@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dreamerv3 import model, training
-from dreamerv3.config import load_config
+from dreamerv3.cli.config import load_config
 from embodied import Space
 from embodied.envs.keys import SIGNALS
 from embodied.jax.param_names import flat_params, with_flat_params

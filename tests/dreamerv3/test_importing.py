@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from program_testing import compilation_cache
 
-from dreamerv3.config import load_config, read_config
-from dreamerv3.importing import translate
+from dreamerv3.cli.config import load_config, read_config
 from dreamerv3.main import main, make_agent
-from dreamerv3.reference import find_reference, read_reference
+from dreamerv3.policies.reference import find_reference, read_reference, translate
 from embodied.checkpoint import CheckpointError
 from embodied.jax.param_names import with_flat_params
 from embodied.run.saving import load_agent, read_agent

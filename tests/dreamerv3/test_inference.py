@@ -20,12 +20,11 @@ from inference_testing import Task, save_run
 from program_testing import compilation_cache
 
 import dreamerv3
-from dreamerv3.acting import ActingAgent
-from dreamerv3.config import ConfigError, load_config, read_config
-from dreamerv3.conversion import ActionConverter
-from dreamerv3.inference import Policy
+from dreamerv3.cli.config import ConfigError, load_config, read_config
 from dreamerv3.main import main
-from dreamerv3.spaces import spaces_from_tree, spaces_to_tree
+from dreamerv3.policies.acting_agent import ActingAgent
+from dreamerv3.policies.inference import ActionConverter, Policy
+from dreamerv3.policies.spaces import spaces_from_tree, spaces_to_tree
 from embodied import Space, wrappers
 from embodied.checkpoint import CheckpointError
 
@@ -517,7 +516,7 @@ class TestPrograms:
     ):
         argv = ["--script", "eval_only", "--run.from_checkpoint", str(run[1])]
         argv += ["--logdir", str(tmp_path), "--run.eval_eps", "2", "--run.envs", "1"]
-        monkeypatch.setattr("dreamerv3.main.make_agent", None)
+        monkeypatch.setattr("dreamerv3.cli.scripts.make_agent", None)
         assert main(argv) == 0
         result = json.loads((tmp_path / "eval/7.json").read_text())
         assert result["scores"] == [5.0, 5.0]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import elements
 import numpy as np
 
-from dreamerv3.config import ConfigError
+from dreamerv3.cli.config import ConfigError
 from embodied import logger as loggers
 from embodied.base import Agent, Env, Spaces, Stream
 from embodied.envs import registry
@@ -70,7 +70,7 @@ def make_acting_agent(config: elements.Config) -> Agent:
     """Makes an agent that acts like that of `make_agent`, but cannot be trained."""
     if config.random_agent:
         return make_agent(config)
-    from dreamerv3.acting import ActingAgent
+    from dreamerv3.policies.acting_agent import ActingAgent
 
     spaces = make_spaces(config)
     with _refusals():

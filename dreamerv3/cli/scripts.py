@@ -1,0 +1,371 @@
+"""The programs of `--script`: training in one process, all roles, or one role.
+
+In the main process. Everything heavy is imported where it is used, so that help and
+errors come at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import elements
+
+from dreamerv3.cli import console
+from dreamerv3.cli.config import FILENAME, ConfigError, make_args
+from dreamerv3.cli.factories import (
+    make_acting_agent,
+    make_agent,
+    make_env,
+    make_logger,
+    make_replay,
+    make_spaces,
+    make_stream,
+)
+from dreamerv3.cli.logdir import prepare_logdir
+from embodied.base import Agent, Env
+from embodied.checkpoint import CheckpointError
+from embodied.clock import LocalClock
+from embodied.driver import Driver
+from embodied.episodes import Episodes
+from embodied.errors import TaskError
+from embodied.logger import Logger
+from embodied.replay import ReplayMemoryError
+
+# Errors of roles whose message the command line shows as it is.
+SHOWN = (ConfigError, CheckpointError, ReplayMemoryError, TaskError)
+
+# Where roles that are commands of their own listen.
+SERVED_ADDRESSES = {
+    "parallel_agent": "actor_addr",
+    "parallel_replay": "replay_addr",
+    "parallel_logger": "logger_addr",
+}
+
+Script = Callable[[elements.Config], None]
+Make = Callable[..., Any]
+
+
+class RunError(RuntimeError):
+    """A run has failed; the message says which role, and where."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutResult:
+    """Steps and episodes of a rollout.
+
+    Attributes:
+      steps: environment steps, over all environments.
+      seconds: how long it took, without the start of the environments.
+      episodes: finished episodes.
+      mean_score: of these; None if there were none.
+    """
+
+    steps: int
+    seconds: float
+    episodes: int
+    mean_score: float | None
+
+
+def run_rollout(config: elements.Config) -> None:
+    """Steps the task's environments, and prints what was done and where it lies."""
+    from embodied.run.signals import STOPPING, stop_on_signals
+
+    with stop_on_signals(STOPPING) as stop:
+        agent = _begin(config, "Stepping", "stops")
+        with make_logger(config) as logger:
+            make = functools.partial(make_env, config)
+            result = rollout(agent, make, logger, make_args(config), stop)
+    print(console.summary(config, result))
+
+
+def run_train(config: elements.Config) -> None:
+    """Trains in this process, and prints what was done and where it lies."""
+    import embodied.run
+
+    agent = _begin(config, "Training in", "saves and stops")
+    replay, _, env, _, stream, logger = _factories(config)
+    result = embodied.run.train(
+        lambda: agent, replay, env, stream, logger, make_args(config)
+    )
+    print(console.summary(config, result))
+
+
+def run_train_eval(config: elements.Config) -> None:
+    """Trains and evaluates in this process, and prints what was done."""
+    import embodied.run
+
+    if not config.run.eval_envs:
+        raise ConfigError(
+            "run.eval_envs: expected at least 1 for --script train_eval, got 0. "
+            "Without evaluation, use --script train."
+        )
+    agent = _begin(config, "Training in", "saves and stops")
+    result = embodied.run.train_eval(
+        lambda: agent, *_factories(config), make_args(config)
+    )
+    print(console.summary(config, result))
+
+
+def run_eval_only(config: elements.Config) -> None:
+    """Evaluates the agent of a checkpoint, and prints its score."""
+    import embodied.run
+
+    source = config.run.from_checkpoint or config.logdir
+    envs = min(config.run.envs, config.run.eval_eps)
+    config = config.update({"run.from_checkpoint": source, "run.envs": envs})
+    agent = _begin(config, "Evaluating in", "stops", make_acting_agent)
+    _, _, _, env, _, logger = _factories(config)
+    embodied.run.eval_only(lambda: agent, env, logger, make_args(config))
+
+
+def run_import_checkpoint(config: elements.Config) -> None:
+    """Converts a checkpoint of the reference implementation, and prints what it had."""
+    from dreamerv3.policies.reference import import_checkpoint
+
+    print(import_checkpoint(config))
+
+
+def run_parallel(config: elements.Config) -> None:
+    """Trains with all roles, on this machine unless some run elsewhere."""
+    from embodied.run import parallel
+
+    # First, since a task that cannot be made should not claim the logdir.
+    spaces = make_spaces(config)
+    prepare_logdir(config)
+    begin = time.monotonic()
+    _announce(config, "Training in", "saves and stops")
+    parallel.combined(
+        functools.partial(make_agent, config, spaces),
+        *_factories(config),
+        make_args(config),
+    )
+    print(console.parallel_summary(config, time.monotonic() - begin))
+
+
+def run_agent(config: elements.Config) -> None:
+    """Runs actor and learner; the other roles run elsewhere."""
+    from embodied.run import parallel
+
+    spaces = make_spaces(config)
+    prepare_logdir(config)
+    make = functools.partial(make_agent, config, spaces)
+    parallel.parallel_agent(make, make_args(config))
+
+
+def run_replay(config: elements.Config) -> None:
+    """Runs the replay."""
+    from embodied.run import parallel
+
+    replay, replay_eval, _, _, stream, _ = _factories(config)
+    parallel.parallel_replay(replay, replay_eval, stream, make_args(config))
+
+
+def run_logger(config: elements.Config) -> None:
+    """Runs the logger."""
+    from embodied.run import parallel
+
+    parallel.parallel_logger(functools.partial(make_logger, config), make_args(config))
+
+
+def run_env(config: elements.Config) -> None:
+    """Runs the environment whose id is the replica's number."""
+    from embodied.run import parallel
+
+    make = functools.partial(make_env, config)
+    is_eval = config.replica >= config.run.envs
+    parallel.parallel_env(make, config.replica, make_args(config), is_eval)
+
+
+def run_envs(config: elements.Config) -> None:
+    """Runs all environments of this host."""
+    from embodied.run import parallel
+
+    make = functools.partial(make_env, config)
+    parallel.parallel_envs(make, make, make_args(config))
+
+
+def rollout(
+    agent: Agent,
+    make_env: Callable[[int], Env],
+    logger: Logger,
+    args: Any,
+    stop: threading.Event,
+) -> RolloutResult:
+    """Steps `args.envs` environments until `args.steps`, `args.duration` or `stop`.
+
+    Args:
+      agent: whose policy acts, in train mode.
+      make_env: makes the environment of an index; with `args.debug` in this process,
+        else in a process for each.
+      logger: gets every episode, and statistics every `args.log_every` seconds.
+      args: the `run` block of the configuration.
+      stop: ends the rollout after the current step once it is set.
+    """
+    collector = _Collector(logger, args.episode_timeout)
+    should_log = LocalClock(args.log_every)
+    makers = [
+        functools.partial(make_env, args.env_offset + index)
+        for index in range(args.envs)
+    ]
+    with Driver(makers, parallel=not args.debug, timeout=args.env_timeout) as driver:
+        driver.on_step(collector.add)
+        driver.reset(agent.init_policy)
+        start = time.monotonic()
+        deadline = start + args.duration if args.duration else float("inf")
+        while collector.steps < args.steps and time.monotonic() < deadline:
+            if stop.is_set():
+                break
+            driver(agent.policy, steps=len(driver))
+            if should_log():
+                collector.log()
+        seconds = time.monotonic() - start
+        collector.log()
+    scores = collector.scores
+    mean = sum(scores) / len(scores) if scores else None
+    return RolloutResult(collector.steps, seconds, len(scores), mean)
+
+
+class _Collector:
+    """Counts steps and logs episodes as transitions come in, in the driver's thread."""
+
+    def __init__(self, logger: Logger, timeout: float):
+        self.steps = 0
+        self.scores: list[float] = []
+        self._logger = logger
+        self._step: elements.Counter = logger.step
+        self._episodes = Episodes(timeout)
+        self._logged = (time.monotonic(), 0)
+
+    def add(self, transition: dict[str, Any], worker: int) -> None:
+        self.steps += 1
+        self._step.increment()
+        for metrics in self._episodes.add(transition, worker):
+            self.scores.append(metrics["episode/score"])
+            self._logger.add(metrics)
+
+    def log(self) -> None:
+        """Writes the episodes and statistics since the last call."""
+        now, (start, steps) = time.monotonic(), self._logged
+        self._logger.add(self._episodes.result())
+        if now > start:
+            self._logger.add({"fps/env": (self.steps - steps) / (now - start)})
+        self._logged = (now, self.steps)
+        self._logger.write()
+
+
+def _factories(config: elements.Config) -> tuple[Make, Make, Make, Make, Make, Make]:
+    """Returns the factories of `combined` after the agent's, in its order."""
+    return (
+        functools.partial(make_replay, config, "replay"),
+        functools.partial(make_replay, config, "replay_eval", "eval"),
+        functools.partial(make_env, config),
+        functools.partial(make_env, config),
+        functools.partial(make_stream, config),
+        functools.partial(make_logger, config),
+    )
+
+
+def _begin(
+    config: elements.Config,
+    doing: str,
+    interrupt: str,
+    make: Callable[[elements.Config], Agent] = make_agent,
+) -> Agent:
+    """Makes the agent, prepares the logdir and prints what is being done."""
+    if config.replicas > 1:
+        raise ConfigError(
+            f"replicas: expected 1 for --script {config.script}, which runs on one "
+            f"host, got {config.replicas}. For several, use --script parallel."
+        )
+    # The agent first: a task that cannot be made should not claim the logdir.
+    agent = make(config)
+    # An evaluation within the logdir of a run leaves the configuration of the run.
+    found = pathlib.Path(config.logdir, FILENAME).exists()
+    if not (found and config.script == "eval_only"):
+        prepare_logdir(config)
+    _announce(config, doing, interrupt)
+    return agent
+
+
+def _announce(config: elements.Config, doing: str, interrupt: str) -> None:
+    print(
+        f"{doing} {config.run.envs} environments of {config.task} "
+        f"(Ctrl-C {interrupt}) ...",
+        flush=True,
+    )
+
+
+@contextlib.contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Turns the errors of roles into errors that can be shown as they are.
+
+    Raises:
+      ConfigError: the arguments of a role do not fit together.
+      RunError: a role has failed, everything stands still, or a key was refused.
+    """
+    from embodied.rpc import AuthError
+    from embodied.run.parallel.observations import ObservationError
+    from embodied.run.parallel.wiring import RoleError
+    from embodied.workers import RunFailed, RunStalled
+
+    try:
+        yield
+    except (RoleError, ObservationError) as error:
+        raise ConfigError(str(error)) from error
+    except RunFailed as error:
+        cause = error.__cause__  # Known if the agent is a thread of this process.
+        if isinstance(cause, SHOWN):
+            raise cause from error
+        text, where = f"Worker {error.name!r} {error.reason}", error.traceback
+        if error.role == "env":
+            where = console.foreign_part(where)
+        text = console.with_traceback(text, error.kind, where)
+        if error.kind in console.MISTAKES:
+            raise ConfigError(text) from error
+        raise RunError(text) from error
+    except (RunStalled, AuthError) as error:
+        raise RunError(str(error)) from error
+
+
+def _with_clear_errors(
+    script: Script,
+) -> Script:
+    @functools.wraps(script)
+    def run(config: elements.Config) -> None:
+        with _clear_errors():
+            _check_address(config)
+            script(config)
+
+    return run
+
+
+def _check_address(config: elements.Config) -> None:
+    """Raises an error if a role that starts by itself cannot listen where it should."""
+    from embodied.run.parallel import wiring
+
+    if config.script in SERVED_ADDRESSES:
+        args, key = make_args(config), SERVED_ADDRESSES[config.script]
+        wiring.check_addresses(args, key)
+        wiring.check_servers(args, key)
+
+
+SCRIPTS: dict[str, Script] = {
+    "train": run_train,
+    "train_eval": run_train_eval,
+    "eval_only": run_eval_only,
+    "import_checkpoint": run_import_checkpoint,
+    "rollout": run_rollout,
+    "parallel": _with_clear_errors(run_parallel),
+    "parallel_agent": _with_clear_errors(run_agent),
+    "parallel_replay": _with_clear_errors(run_replay),
+    "parallel_logger": _with_clear_errors(run_logger),
+    "parallel_env": _with_clear_errors(run_env),
+    "parallel_envs": _with_clear_errors(run_envs),
+}
