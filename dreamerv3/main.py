@@ -92,7 +92,7 @@ def _run(config: elements.Config) -> int:
 
 
 def _import_from_here() -> None:
-    """Lets environments of one's own be found in this folder, as `python -m` does.
+    """Adds this folder to the import path, for environments of one's own.
 
     The script that an installation makes has its own folder there instead. Processes
     that are started get the same.

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import math
 import os
@@ -28,25 +29,9 @@ from dreamerv3.cli.schema import (
     nearest,
     read_keys,
 )
+from embodied.run.options import RunSettings
 
 FILENAME = "config.yaml"  # Of the configuration in the logdir.
-
-# Keys that the roles get beside the `run` block.
-ARGS = (
-    "replica",
-    "replicas",
-    "logdir",
-    "batch_size",
-    "batch_length",
-    "report_length",
-    "consec_train",
-    "consec_report",
-    "replay_context",
-    "errfile",
-    "ipv6",
-    "clock_addr",
-    "clock_port",
-)
 
 # Keys that an evaluation does not take from the configuration of the run it evaluates.
 NOT_EVALUATED = (
@@ -146,7 +131,9 @@ def read_blocks() -> dict[str, Any]:
 
 def make_args(config: elements.Config) -> elements.Config:
     """Returns the settings of loops and roles: the `run` block and keys beside it."""
-    return elements.Config({**config.run, **{key: config[key] for key in ARGS}})
+    names = [field.name for field in dataclasses.fields(RunSettings)]
+    beside = {name: config[name] for name in names if name not in config.run}
+    return elements.Config({**config.run, **beside})
 
 
 def read_config(filename: str | os.PathLike[str]) -> elements.Config:

@@ -12,7 +12,6 @@ import pathlib
 import re
 import textwrap
 import traceback
-from typing import TYPE_CHECKING
 
 import elements
 
@@ -22,10 +21,7 @@ from dreamerv3.cli.schema import Key, block_names, read_keys
 from embodied.driver import EnvError
 from embodied.envs import registry
 from embodied.logger import TensorBoardOutput
-
-if TYPE_CHECKING:
-    from dreamerv3.cli.scripts import RolloutResult
-    from embodied.run import Result as TrainResult
+from embodied.run import Result
 
 USAGE = """\
 usage: dreamerv3 [--configs BLOCK ...] [--KEY VALUE ...]
@@ -82,23 +78,23 @@ def help_text(width: int = 88) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(config: elements.Config, result: RolloutResult | TrainResult) -> str:
-    """Returns what was done, and what lies where in the logdir."""
+def summary(config: elements.Config, result: Result) -> str:
+    """Returns a summary of a program, and of the files in its logdir."""
     rate = result.steps / result.seconds if result.seconds else 0.0
     score = "" if result.mean_score is None else f", mean score {result.mean_score:.3g}"
-    updates = getattr(result, "updates", None)  # A rollout makes none.
-    trained = "" if updates is None else f" and {updates} updates"
-    step = getattr(result, "step", result.steps)  # It counts earlier calls too.
-    total = "" if step == result.steps else f", now at step {step}"
+    trains = config.script != "rollout"
+    trained = f" and {result.updates} updates" if trains else ""
+    # The step counts earlier calls, too.
+    total = "" if result.step == result.steps else f", now at step {result.step}"
     line = (
         f"{result.steps} steps{trained} in {result.seconds:.1f} s "
         f"({rate:.0f} steps/s), {result.episodes} episodes{score}{total}."
     )
-    return "\n".join([line, *files(config, updates is not None)])
+    return "\n".join([line, *files(config, trains)])
 
 
 def parallel_summary(config: elements.Config, seconds: float) -> str:
-    """Returns what a parallel run has done, and what lies where in the logdir."""
+    """Returns a summary of a parallel run, and of the files in its logdir."""
     from embodied.checkpoint import Checkpoint
 
     line = f"Done in {seconds:.0f} s"
@@ -119,7 +115,7 @@ def parallel_summary(config: elements.Config, seconds: float) -> str:
 
 
 def files(config: elements.Config, trained: bool) -> list[str]:
-    """Returns what lies where in the logdir."""
+    """Returns a line for each file or folder in the logdir."""
     logdir, outputs = config.logdir, config.logger.outputs
     lines = [
         f"Written to {logdir}:",
@@ -144,7 +140,7 @@ def files(config: elements.Config, trained: bool) -> list[str]:
 
 
 def env_failure(error: EnvError) -> str:
-    """Returns what to show of the failure of an environment of this process."""
+    """Returns the text to show for a failed environment of this process."""
     where = error.traceback
     if not where and error.__cause__ is not None:
         where = "".join(traceback.format_exception(error.__cause__))

@@ -1,4 +1,4 @@
-"""Makes what a program consists of from the configuration. Any process.
+"""Makes agent, environments, replay, streams and logger of a program. Any process.
 
 Everything heavy is imported where it is used, so that help and errors come at once.
 """
@@ -220,7 +220,7 @@ def make_logger(config: elements.Config) -> loggers.Logger:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Makes what an agent refuses to work with a mistake of the configuration."""
+    """Turns errors of an agent about its settings into errors of the configuration."""
     from embodied.jax.setup import SetupError
 
     try:

@@ -101,7 +101,7 @@ def claim(logdir: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def kept_config(logdir: str) -> Iterator[None]:
-    """Lets the configuration of a logdir stay that of its newest checkpoint.
+    """Keeps the configuration of a logdir that of its newest checkpoint.
 
     A program that ends without a checkpoint of its own, since it could not continue the
     run or has other business there, leaves the configuration as it found it.

@@ -116,7 +116,7 @@ def block_names() -> list[str]:
 
 
 def parse_rule(text: str) -> Rule:
-    """Makes a rule of what brackets in `configs.yaml` hold.
+    """Makes a rule of the text in the brackets of `configs.yaml`.
 
     Raises:
       ValueError: the text has none of the forms that the file explains.

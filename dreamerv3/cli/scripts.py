@@ -1,13 +1,12 @@
 """The programs of `--script`: training in one process, all roles, or one role.
 
-In the main process. Everything heavy is imported where it is used, so that help and
-errors come at once.
+In the main process. The roles are imported where they are used, so that help and errors
+come at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import pathlib
 import threading
@@ -32,11 +31,14 @@ from dreamerv3.cli.logdir import prepare_logdir
 from embodied.base import Agent, Env
 from embodied.checkpoint import CheckpointError
 from embodied.clock import LocalClock
-from embodied.driver import Driver
 from embodied.episodes import Episodes
 from embodied.errors import TaskError
 from embodied.logger import Logger
 from embodied.replay import ReplayMemoryError
+from embodied.run import Result, eval_only, train, train_eval
+from embodied.run.collecting import Collector
+from embodied.run.progress import Limit
+from embodied.run.signals import STOPPING, stop_on_signals
 
 # Errors of roles whose message the command line shows as it is.
 SHOWN = (ConfigError, CheckpointError, ReplayMemoryError, TaskError)
@@ -56,27 +58,8 @@ class RunError(RuntimeError):
     """A run has failed; the message says which role, and where."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RolloutResult:
-    """Steps and episodes of a rollout.
-
-    Attributes:
-      steps: environment steps, over all environments.
-      seconds: how long it took, without the start of the environments.
-      episodes: finished episodes.
-      mean_score: of these; None if there were none.
-    """
-
-    steps: int
-    seconds: float
-    episodes: int
-    mean_score: float | None
-
-
 def run_rollout(config: elements.Config) -> None:
     """Steps the task's environments, and prints what was done and where it lies."""
-    from embodied.run.signals import STOPPING, stop_on_signals
-
     with stop_on_signals(STOPPING) as stop:
         agent = _begin(config, "Stepping", "stops")
         with make_logger(config) as logger:
@@ -87,42 +70,33 @@ def run_rollout(config: elements.Config) -> None:
 
 def run_train(config: elements.Config) -> None:
     """Trains in this process, and prints what was done and where it lies."""
-    import embodied.run
-
     agent = _begin(config, "Training in", "saves and stops")
     replay, _, env, _, stream, logger = _factories(config)
-    result = embodied.run.train(
-        lambda: agent, replay, env, stream, logger, make_args(config)
-    )
+    args = make_args(config)
+    result = train(lambda: agent, replay, env, stream, logger, args)
     print(console.summary(config, result))
 
 
 def run_train_eval(config: elements.Config) -> None:
     """Trains and evaluates in this process, and prints what was done."""
-    import embodied.run
-
     if not config.run.eval_envs:
         raise ConfigError(
             "run.eval_envs: expected at least 1 for --script train_eval, got 0. "
             "Without evaluation, use --script train."
         )
     agent = _begin(config, "Training in", "saves and stops")
-    result = embodied.run.train_eval(
-        lambda: agent, *_factories(config), make_args(config)
-    )
+    result = train_eval(lambda: agent, *_factories(config), make_args(config))
     print(console.summary(config, result))
 
 
 def run_eval_only(config: elements.Config) -> None:
     """Evaluates the agent of a checkpoint, and prints its score."""
-    import embodied.run
-
     source = config.run.from_checkpoint or config.logdir
     envs = min(config.run.envs, config.run.eval_eps)
     config = config.update({"run.from_checkpoint": source, "run.envs": envs})
     agent = _begin(config, "Evaluating in", "stops", make_acting_agent)
     _, _, _, env, _, logger = _factories(config)
-    embodied.run.eval_only(lambda: agent, env, logger, make_args(config))
+    eval_only(lambda: agent, env, logger, make_args(config))
 
 
 def run_import_checkpoint(config: elements.Config) -> None:
@@ -197,7 +171,7 @@ def rollout(
     logger: Logger,
     args: Any,
     stop: threading.Event,
-) -> RolloutResult:
+) -> Result:
     """Steps `args.envs` environments until `args.steps`, `args.duration` or `stop`.
 
     Args:
@@ -208,56 +182,38 @@ def rollout(
       args: the `run` block of the configuration.
       stop: ends the rollout after the current step once it is set.
     """
-    collector = _Collector(logger, args.episode_timeout)
+    episodes = Episodes(args.episode_timeout)
     should_log = LocalClock(args.log_every)
-    makers = [
-        functools.partial(make_env, args.env_offset + index)
-        for index in range(args.envs)
-    ]
-    with Driver(makers, parallel=not args.debug, timeout=args.env_timeout) as driver:
-        driver.on_step(collector.add)
-        driver.reset(agent.init_policy)
-        start = time.monotonic()
-        deadline = start + args.duration if args.duration else float("inf")
-        while collector.steps < args.steps and time.monotonic() < deadline:
-            if stop.is_set():
-                break
-            driver(agent.policy, steps=len(driver))
+
+    def log(collector: Collector, since: tuple[float, int]) -> tuple[float, int]:
+        """Writes statistics since a time and step, and returns the present ones."""
+        now = time.monotonic()
+        logger.add(episodes.result())
+        if now > since[0]:
+            logger.add({"fps/env": (collector.steps - since[1]) / (now - since[0])})
+        logger.write()
+        return now, collector.steps
+
+    replay: Any = _NoReplay()
+    with Collector(agent, make_env, replay, logger, episodes, args) as collector:
+        limit = Limit(lambda: collector.steps, args.steps, args.duration, stop)
+        logged = (time.monotonic(), 0)
+        while not limit.reached():
+            collector.collect()
             if should_log():
-                collector.log()
-        seconds = time.monotonic() - start
-        collector.log()
-    scores = collector.scores
+                logged = log(collector, logged)
+        seconds = limit.seconds
+        log(collector, logged)
+    scores, steps = collector.scores, collector.steps
     mean = sum(scores) / len(scores) if scores else None
-    return RolloutResult(collector.steps, seconds, len(scores), mean)
+    return Result(steps, steps, 0, seconds, collector.episodes, mean)
 
 
-class _Collector:
-    """Counts steps and logs episodes as transitions come in, in the driver's thread."""
+class _NoReplay:
+    """Takes steps that nobody trains on."""
 
-    def __init__(self, logger: Logger, timeout: float):
-        self.steps = 0
-        self.scores: list[float] = []
-        self._logger = logger
-        self._step: elements.Counter = logger.step
-        self._episodes = Episodes(timeout)
-        self._logged = (time.monotonic(), 0)
-
-    def add(self, transition: dict[str, Any], worker: int) -> None:
-        self.steps += 1
-        self._step.increment()
-        for metrics in self._episodes.add(transition, worker):
-            self.scores.append(metrics["episode/score"])
-            self._logger.add(metrics)
-
-    def log(self) -> None:
-        """Writes the episodes and statistics since the last call."""
-        now, (start, steps) = time.monotonic(), self._logged
-        self._logger.add(self._episodes.result())
-        if now > start:
-            self._logger.add({"fps/env": (self.steps - steps) / (now - start)})
-        self._logged = (now, self.steps)
-        self._logger.write()
+    def add(self, step: Any, worker: int = 0) -> None:
+        """Forgets the step."""
 
 
 def _factories(config: elements.Config) -> tuple[Make, Make, Make, Make, Make, Make]:

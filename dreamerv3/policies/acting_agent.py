@@ -9,12 +9,11 @@ import elements
 import jax
 import numpy as np
 
-from dreamerv3.agent import make_algorithm
+from dreamerv3.agent import make_algorithm, set_up_devices
 from embodied.base import Agent, Array, Spaces, Tree
 from embodied.jax import devices
 from embodied.jax.param_names import choose_arrays, flat_name, name_matches
 from embodied.jax.policy_runner import Parameters, PolicyRunner
-from embodied.jax.setup import setup
 
 
 def on_one_device(config: elements.Config, platform: str) -> elements.Config:
@@ -57,11 +56,7 @@ class ActingAgent(Agent):
         self, obs_space: Spaces, act_space: Spaces, config: Any, *, seed: int = 0
     ):
         given = config["jax"]
-        names = (
-            *("platform", "compute_dtype", "mock_devices", "prealloc", "jit"),
-            *("debug", "deterministic"),
-        )
-        backend = setup(**{name: given[name] for name in names})
+        backend = set_up_devices(config)
         # Without context, the policy returns nothing for a replay.
         algorithm = make_algorithm(
             obs_space, act_space, {**config, "replay_context": 0}, backend

@@ -35,7 +35,7 @@ STREAM_SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class AgentOptions:
-    """How an agent runs.
+    """Options of an agent: seeds, devices, limits.
 
     Attributes:
       seed: of weights, training and actions.
@@ -164,7 +164,7 @@ class JaxAgent(Agent):
         return self._runner.table_step(slots, obs, mode, envids)
 
     def reset_slots(self, slots: Sequence[int] | Array) -> None:
-        """Lets slots of the table begin anew, for another environment."""
+        """Restarts slots of the table, for other environments."""
         self._runner.reset(slots)
 
     def train(
@@ -234,7 +234,7 @@ class JaxAgent(Agent):
             )
 
     def _counts(self) -> dict[str, Any]:
-        """What was not finite and has been replaced so far, where there was any."""
+        """Numbers of values that were not finite and have been replaced, by key."""
         counts: dict[str, int] = {}
         if self._policy_runner:
             counts.update(self._policy_runner.observations.counts())

@@ -178,7 +178,7 @@ def activate(norm: Norm, x: Array, act: str, dtype: str) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to draw a kernel [..., in, out]: its variance is scale^2 over its fan."""
+    """Distribution of a kernel [..., in, out]; the variance is scale^2 over its fan."""
 
     shape: tuple[int, ...]
     distribution: str

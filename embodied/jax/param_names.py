@@ -154,7 +154,7 @@ def choose_arrays(
 
 
 def name_matches(regex: str | None, name: str) -> bool:
-    """Whether a regex matches the beginning of a name; None matches all names."""
+    """Tells whether a regex matches the beginning of a name; None matches all."""
     return regex is None or re.match(regex, name) is not None
 
 

@@ -65,7 +65,7 @@ class Parameters:
             return self._versions[0]
 
     def _drop_older(self) -> None:
-        """Makes the newest version that can be used the first one."""
+        """Drops versions before the newest one that can be used."""
         while len(self._versions) > 1:
             ready = self._wait or all(leaf.is_ready() for leaf in self._versions[1])
             if not ready:
@@ -156,7 +156,7 @@ class PolicyRunner:
                     self._compile_table(size, mode)
 
     def reset(self, slots: Any) -> None:
-        """Lets slots of the table begin anew with their next step."""
+        """Restarts slots of the table with their next step."""
         with self._table_lock:
             self._fresh[self._check(slots)] = True
 
@@ -329,7 +329,7 @@ class ObservationFilter:
     def __call__(
         self, obs: Mapping[str, Any], envids: Any = None
     ) -> dict[str, np.ndarray]:
-        """Returns what the policy reads, [B, ...] by key, in its dtypes.
+        """Returns the inputs of the policy, [B, ...] by key, in its dtypes.
 
         Args:
           obs: may have further keys.

@@ -23,7 +23,7 @@ import dreamerv3
 from dreamerv3.cli.config import ConfigError, load_config, read_config
 from dreamerv3.main import main
 from dreamerv3.policies.acting_agent import ActingAgent
-from dreamerv3.policies.inference import ActionConverter, Policy
+from dreamerv3.policies.inference import ActionConverter, LoadedPolicy
 from dreamerv3.policies.spaces import spaces_from_tree, spaces_to_tree
 from embodied import Space, wrappers
 from embodied.checkpoint import CheckpointError
@@ -255,7 +255,7 @@ class Noting:
 
 
 def make_policy(batch=None, **options):
-    return Policy(Noting(), OBS_SPACE, ACT_SPACE, batch=batch, **options)
+    return LoadedPolicy(Noting(), OBS_SPACE, ACT_SPACE, batch=batch, **options)
 
 
 OBS = {"vector": np.zeros(3, np.float32), "token": 1}
@@ -358,7 +358,7 @@ class TestActing:
 
     def test_images_are_not_cast_from_other_scales(self):
         spaces = {"image": Space(np.uint8, (2, 2, 3))}
-        policy = Policy(Noting(), spaces, ACT_SPACE)
+        policy = LoadedPolicy(Noting(), spaces, ACT_SPACE)
         policy.act({"image": np.full((2, 2, 3), 255)})
         for image in (np.full((2, 2, 3), 0.5), np.full((2, 2, 3), 256)):
             with pytest.raises(ValueError, match="'image' as uint8"):

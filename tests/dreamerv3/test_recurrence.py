@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from embodied.jax.recurrence import recur
+from dreamerv3.fused import recur
 
 
 def step(params, carry, inputs):
