@@ -15,7 +15,7 @@ from importlib import metadata
 
 import elements
 
-from dreamerv3.cli import console
+from dreamerv3.cli import texts
 from dreamerv3.cli.config import ConfigError, load_config
 from dreamerv3.cli.factories import (
     make_agent,
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         if "--help" in argv or "-h" in argv:
-            print(console.help_text(), end="")
+            print(texts.help_text(), end="")
             return 0
         if "--version" in argv:
             print(f"dreamerv3 {metadata.version(PACKAGE)}")
@@ -86,8 +86,8 @@ def _run(config: elements.Config) -> int:
     except (CheckpointError, RunError) as error:
         return _fail([str(error)], code=1)
     except EnvError as error:
-        code = 2 if error.kind in console.MISTAKES else 1
-        return _fail([console.env_failure(error)], code)
+        code = 2 if error.kind in texts.MISTAKES else 1
+        return _fail([texts.env_failure(error)], code)
     return 0
 
 

@@ -276,24 +276,41 @@ def behavior_losses(
     if settings.repval_loss and last > 1:
         boot = ret[:, 0].reshape((batch, last))
         data = {key: value[:, -last:] for key, value in data.items()}
-        feat = features(states)
-        replayed = Replayed(
-            last=data["is_last"],
-            term=data["is_terminal"],
-            rew=data["reward"],
-            boot=boot,
-            value=params.val(feat if settings.repval_grad else sg(feat)),
-            slow=slowval(sg(feat)),
-        )
-        losses["repval"], _, norms = repl_loss(
-            replayed,
-            settings.norms,
-            norms,
-            settings.repl_loss,
-            horizon=settings.horizon,
-            update=training,
+        losses["repval"], norms = _replay_value_loss(
+            params, slowval, norms, states, data, boot, training
         )
     return losses, norms, metrics
+
+
+def _replay_value_loss(
+    params: Model,
+    slowval: TwoHotHead,
+    norms: NormState,
+    states: Latent,
+    data: Batch,
+    boot: Array,
+    training: bool,
+) -> tuple[Array, NormState]:
+    """Loss [B, T - 1] of the value on replayed states, and states of normalisers."""
+    settings = params.settings
+    feat = features(states)
+    replayed = Replayed(
+        last=data["is_last"],
+        term=data["is_terminal"],
+        rew=data["reward"],
+        boot=boot,
+        value=params.val(feat if settings.repval_grad else sg(feat)),
+        slow=slowval(sg(feat)),
+    )
+    loss, _, norms = repl_loss(
+        replayed,
+        settings.norms,
+        norms,
+        settings.repl_loss,
+        horizon=settings.horizon,
+        update=training,
+    )
+    return loss, norms
 
 
 def slow_update(state: State, value: TwoHotHead) -> tuple[TwoHotHead, Array]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import elements
 
-from dreamerv3.cli import console
+from dreamerv3.cli import texts
 from dreamerv3.cli.config import FILENAME, ConfigError, make_args
 from dreamerv3.cli.factories import (
     make_acting_agent,
@@ -65,7 +65,7 @@ def run_rollout(config: elements.Config) -> None:
         with make_logger(config) as logger:
             make = functools.partial(make_env, config)
             result = rollout(agent, make, logger, make_args(config), stop)
-    print(console.summary(config, result))
+    print(texts.summary(config, result))
 
 
 def run_train(config: elements.Config) -> None:
@@ -74,7 +74,7 @@ def run_train(config: elements.Config) -> None:
     replay, _, env, _, stream, logger = _factories(config)
     args = make_args(config)
     result = train(lambda: agent, replay, env, stream, logger, args)
-    print(console.summary(config, result))
+    print(texts.summary(config, result))
 
 
 def run_train_eval(config: elements.Config) -> None:
@@ -86,7 +86,7 @@ def run_train_eval(config: elements.Config) -> None:
         )
     agent = _begin(config, "Training in", "saves and stops")
     result = train_eval(lambda: agent, *_factories(config), make_args(config))
-    print(console.summary(config, result))
+    print(texts.summary(config, result))
 
 
 def run_eval_only(config: elements.Config) -> None:
@@ -120,7 +120,7 @@ def run_parallel(config: elements.Config) -> None:
         *_factories(config),
         make_args(config),
     )
-    print(console.parallel_summary(config, time.monotonic() - begin))
+    print(texts.parallel_summary(config, time.monotonic() - begin))
 
 
 def run_agent(config: elements.Config) -> None:
@@ -281,9 +281,9 @@ def _clear_errors() -> Iterator[None]:
             raise cause from error
         text, where = f"Worker {error.name!r} {error.reason}", error.traceback
         if error.role == "env":
-            where = console.foreign_part(where)
-        text = console.with_traceback(text, error.kind, where)
-        if error.kind in console.MISTAKES:
+            where = texts.foreign_part(where)
+        text = texts.with_traceback(text, error.kind, where)
+        if error.kind in texts.MISTAKES:
             raise ConfigError(text) from error
         raise RunError(text) from error
     except (RunStalled, AuthError) as error:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dreamerv3.cli import console
+from dreamerv3.cli import texts
 from dreamerv3.cli.config import (
     ConfigError,
     flatten,
@@ -219,7 +219,7 @@ class TestHelp:
             assert re.fullmatch(r"[A-Z][^\[]{4,}\.", key.explanation), key
 
     def test_shows_every_key_with_default_explanation_and_what_is_allowed(self):
-        text = " ".join(console.help_text().split())
+        text = " ".join(texts.help_text().split())
         for key in read_keys().values():
             if not key.default:
                 continue
@@ -232,7 +232,7 @@ class TestHelp:
             assert f"{suite.name}: {suite.doc}" in text
 
     def test_fits_the_width(self):
-        lines = console.help_text(60).splitlines()
+        lines = texts.help_text(60).splitlines()
         explanations = [line for line in lines if line.startswith(" " * 6)]
         assert 40 < max(map(len, explanations)) <= 60
 
