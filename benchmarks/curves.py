@@ -11,8 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from dreamerv3 import flags
-from dreamerv3.config import ConfigError, read_blocks, run_config
+from dreamerv3.cli.config import (
+    ConfigError,
+    Values,
+    flatten,
+    read_blocks,
+    run_config,
+)
 
 SCORE = "episode/score"
 SCORES, METRICS = "scores.jsonl", "metrics.jsonl"
@@ -146,7 +151,7 @@ def read_run(logdir: str | Path, metric: str = SCORE) -> Run:
     if not logdir.is_dir():
         raise PlotError(f"{logdir}: expected the logdir of a run, but it is no folder.")
     try:
-        config = flags.flatten(dict(run_config(logdir)))
+        config = flatten(dict(run_config(logdir)))
     except (ConfigError, OSError) as error:
         raise PlotError(" ".join(str(error).split())) from error
     repeat = config.get(f"env.{config['task'].partition('_')[0]}.repeat", 1)
@@ -225,8 +230,8 @@ def model_size(config: Mapping[str, Any]) -> str:
         return "random agent"
     for name, block in read_blocks().items():
         if name.startswith("size"):
-            values = flags.Values(dict(config))
-            for key, value in flags.flatten(block).items():
+            values = Values(dict(config))
+            for key, value in flatten(block).items():
                 values.set(key, [value])
             if values.flat == config:
                 return name

@@ -215,7 +215,7 @@ def mean(lines: Sequence[dict[str, Any]], key: str) -> float:
 
 def bare_loop(options: argparse.Namespace) -> float:
     """Returns updates per second on one batch that stays on the device."""
-    from dreamerv3.config import load_config
+    from dreamerv3.cli.config import load_config
     from dreamerv3.main import make_agent, make_env, make_replay, make_stream
     from embodied import Driver
 

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.end_to_end import WARMUP_LINES, add_cases, cases, mean, read_metrics
-from dreamerv3 import factories
-from dreamerv3.config import load_config, make_args
+from dreamerv3.cli import factories
+from dreamerv3.cli.config import load_config, make_args
 from embodied import RandomAgent, streams
 from embodied.base import Array, Spaces, Tree
 from embodied.run.parallel import combined

@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace, logdir: str) -> dict[str, Any]:
     import jax
 
     from dreamerv3 import agent as agents
-    from dreamerv3.config import load_config
+    from dreamerv3.cli.config import load_config
 
     if options.unroll:
         agents.UNROLL = agents.CPU_UNROLL = dict(

@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dreamerv3.inference import load
+    from dreamerv3.policies.inference import load
 
 __all__ = ["load"]
 
 
 def __getattr__(name: str) -> Any:
-    # Here, because most who import this package do not need JAX behind it.
+    # Here, because most importers of this package do not need the libraries behind it.
     if name == "load":
-        from dreamerv3.inference import load
+        from dreamerv3.policies.inference import load
 
         return load
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

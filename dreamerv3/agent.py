@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dreamerv3 import model
-from dreamerv3.config import read_blocks
+from dreamerv3.cli.config import read_blocks
+from dreamerv3.policies.spaces import spaces_to_tree
 from dreamerv3.report import parameter_summary, report_step
-from dreamerv3.spaces import spaces_to_tree
 from dreamerv3.training import train_step
 from embodied.base import Array, Spaces, Tree
 from embodied.envs.keys import SIGNALS
@@ -59,7 +59,7 @@ class Agent(JaxAgent):
     ):
         config = {**read_blocks()["defaults"], **config}
         self._report = config["agent"]["report"]
-        backend = _setup(config)
+        backend = set_up_devices(config)
         algorithm = make_algorithm(obs_space, act_space, config, backend)
         options = _options(config, compiler)
         super().__init__(algorithm, options)
@@ -72,7 +72,7 @@ class Agent(JaxAgent):
             "The agent computes in %s on %s. It has %s",
             backend.compute_dtype,
             backend.platform,
-            parameter_summary(self._learner.shapes.model),
+            parameter_summary(self._trainer.shapes.model),
         )
 
     def report(
@@ -144,7 +144,8 @@ def agent_actions(act_space: Spaces) -> Spaces:
     return dict(model.named_spaces(act_space, ("reset",)))
 
 
-def _setup(config: Mapping[str, Any]) -> Backend:
+def set_up_devices(config: Mapping[str, Any]) -> Backend:
+    """Prepares JAX as the configuration says; see `embodied.jax.setup`."""
     given = config["jax"]
     same = (
         *("platform", "compute_dtype", "mock_devices", "prealloc", "jit", "debug"),
@@ -182,5 +183,5 @@ def _carry(params: Any, rows: int) -> model.Carry:
     return model.init_carry(getattr(params, "model", params), rows)
 
 
-def _policy_params(state: model.State) -> model.Policy:
+def _policy_params(state: model.State) -> model.PolicyNetworks:
     return model.policy_params(state.model)

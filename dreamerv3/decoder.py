@@ -9,20 +9,21 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from dreamerv3.encoder import smallest_map, split_spaces
+from dreamerv3.encoder import CoderSettings, smallest_map, split_spaces
 from embodied.jax import values
-from embodied.jax.build import Builder, Recipes
+from embodied.jax.distributions import Categorical, squared_error
 from embodied.jax.heads import NamedSpaces
 from embodied.jax.nets import (
     MLP,
     Array,
+    Builder,
     Linear,
+    Recipes,
     activate,
     f32,
     symexp,
     symlog,
 )
-from embodied.jax.outs import Categorical, squared_error
 from embodied.jax.resampling import doubled_conv
 
 
@@ -39,12 +40,7 @@ class Decoder(eqx.Module):
     vectors: NamedSpaces = eqx.field(static=True)
     images: NamedSpaces = eqx.field(static=True)
     smallest: tuple[int, int] = eqx.field(static=True)
-    stages: int = eqx.field(static=True)
-    bspace: int = eqx.field(static=True)
-    act: str = eqx.field(static=True)
-    symlog: bool = eqx.field(static=True)
-    outer: bool = eqx.field(static=True)
-    strided: bool = eqx.field(static=True)
+    settings: CoderSettings = eqx.field(static=True)
     dtype: str = eqx.field(static=True)
 
     def __call__(self, deter: Array, stoch: Array) -> dict[str, Array]:
@@ -72,7 +68,7 @@ class Decoder(eqx.Module):
                 # Zero before symlog and the square, whose infinities would remain.
                 mask = there.reshape(there.shape + (1,) * event)
                 target = jnp.where(mask, f32(obs[key]), 0)
-                target = symlog(target) if self.symlog else target
+                target = symlog(target) if self.settings.symlog else target
                 loss = squared_error(outputs[key], target, event)
             losses[key] = jnp.where(there, loss, 0)
         for key, _ in self.images:
@@ -91,7 +87,7 @@ class Decoder(eqx.Module):
                 index = jnp.argmax(x, -1).astype(jnp.int32)
                 result[key] = values.class_value(space, index)
             else:
-                result[key] = symexp(x) if self.symlog else x
+                result[key] = symexp(x) if self.settings.symlog else x
         return result
 
     def _decode_vectors(self, deter: Array, stoch: Array) -> dict[str, Array]:
@@ -107,26 +103,31 @@ class Decoder(eqx.Module):
         return outputs
 
     def _decode_images(self, deter: Array, stoch: Array) -> dict[str, Array]:
-        parts, lead = self.parts, deter.shape[:-1]
+        parts, settings, lead = self.parts, self.settings, deter.shape[:-1]
         height, width = self.smallest
-        spread = parts["sp0"](deter).reshape((*lead, self.bspace, height, width, -1))
+        spread = parts["sp0"](deter)
+        spread = spread.reshape((*lead, settings.bspace, height, width, -1))
         spread = jnp.moveaxis(spread, -4, -2)  # g h w c to h w g c
         spread = spread.reshape((*lead, height, width, -1))
-        x = activate(parts["sp1norm"], parts["sp1"](stoch), self.act, self.dtype)
+        x = self._activate("sp1", parts["sp1"](stoch))
         x = parts["sp2"](x).reshape(spread.shape)
-        x = activate(parts["spnorm"], f32(spread) + f32(x), self.act, self.dtype)
-        for index in reversed(range(self.stages - 1)):
+        x = self._activate("sp", f32(spread) + f32(x))
+        for index in reversed(range(len(settings.mults) - 1)):
             conv = parts[f"conv{index}"]
-            x = conv(x) if self.strided else doubled_conv(conv, x)
-            x = activate(parts[f"conv{index}norm"], x, self.act, self.dtype)
+            x = conv(x) if settings.strided else doubled_conv(conv, x)
+            x = self._activate(f"conv{index}", x)
         conv = parts["imgout"]
-        x = conv(x) if self.strided or self.outer else doubled_conv(conv, x)
+        plain = settings.strided or settings.outer
+        x = conv(x) if plain else doubled_conv(conv, x)
         x = jax.nn.sigmoid(f32(x))
         outputs, start = {}, 0
         for key, space in self.images:
             outputs[key] = x[..., start : start + space.shape[-1]]
             start += space.shape[-1]
         return outputs
+
+    def _activate(self, name: str, x: Array) -> Array:
+        return activate(self.parts[f"{name}norm"], x, self.settings.act, self.dtype)
 
 
 def make_decoder(
@@ -151,39 +152,25 @@ def make_decoder(
       ValueError: an observation that cannot be decoded.
     """
     vectors, images = split_spaces(spaces)
+    settings = CoderSettings.of(config)
     build = Builder.of(recipes, "dec", config, dtype)
     mlp, vec = None, {}
     if vectors:
-        mlp = build.mlp(deter + stoch, config["units"], config["layers"])
+        mlp = build.mlp(deter + stoch, settings.units, settings.layers)
         for name, space in vectors:
             kind = "logits" if space.discrete else "pred"
             size = values.vector_size(space, name)
             layer = build.linear(
-                f"vec/{name}/{kind}", config["units"], size, config["outscale"]
+                f"vec/{name}/{kind}", settings.units, size, settings.outscale
             )
             vec[name] = {kind: layer}
     parts: dict[str, Any] = {}
     smallest = (0, 0)
-    stages = len(config["mults"])
     if images:
-        smallest = smallest_map(images, stages, config["outer"])
+        smallest = smallest_map(images, settings)
         channels = sum(space.shape[-1] for _, space in images)
-        parts = _image_parts(build, smallest, channels, deter, stoch, config)
-    return Decoder(
-        mlp,
-        vec,
-        parts,
-        vectors,
-        images,
-        smallest,
-        stages,
-        config["bspace"],
-        config["act"],
-        config["symlog"],
-        config["outer"],
-        config["strided"],
-        dtype,
-    )
+        parts = _image_parts(build, smallest, channels, deter, stoch, settings)
+    return Decoder(mlp, vec, parts, vectors, images, smallest, settings, dtype)
 
 
 def _image_parts(
@@ -192,18 +179,18 @@ def _image_parts(
     channels: int,
     deter: int,
     stoch: int,
-    config: Mapping[str, Any],
+    settings: CoderSettings,
 ) -> dict[str, Any]:
-    depths = [config["depth"] * factor for factor in config["mults"]]
+    depths, bspace = settings.depths, settings.bspace
     size = smallest[0] * smallest[1] * depths[-1]
-    wide = 2 * config["units"]
-    if depths[-1] % config["bspace"]:
+    wide = 2 * settings.units
+    if depths[-1] % bspace:
         raise ValueError(
             f"agent.dec.simple.bspace expected a divisor of the channels of the "
-            f"smallest map ({depths[-1]}), got {config['bspace']}."
+            f"smallest map ({depths[-1]}), got {bspace}."
         )
     parts: dict[str, Any] = {
-        "sp0": build.block("sp0", deter, size, config["bspace"]),
+        "sp0": build.block("sp0", deter, size, bspace),
         "sp1": build.linear("sp1", stoch, wide),
         "sp1norm": build.scale(wide),
         "sp2": build.linear("sp2", wide, size),
@@ -211,12 +198,12 @@ def _image_parts(
     }
     # With strides, convolutions double the map themselves.
     stride: dict[str, Any] = {}
-    if config["strided"]:
+    if settings.strided:
         stride = {"stride": 2, "transposed": True}
     inputs = depths[-1]
     for index in reversed(range(len(depths) - 1)):
         parts[f"conv{index}"] = build.conv(
-            f"conv{index}", inputs, depths[index], config["kernel"], **stride
+            f"conv{index}", inputs, depths[index], settings.kernel, **stride
         )
         parts[f"conv{index}norm"] = build.scale(depths[index])
         inputs = depths[index]
@@ -224,8 +211,8 @@ def _image_parts(
         "imgout",
         inputs,
         channels,
-        config["kernel"],
-        config["outscale"],
-        **({} if config["outer"] else stride),
+        settings.kernel,
+        settings.outscale,
+        **({} if settings.outer else stride),
     )
     return parts

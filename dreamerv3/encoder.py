@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,15 +11,43 @@ import jax.numpy as jnp
 
 from embodied.envs.keys import SIGNALS
 from embodied.jax import values
-from embodied.jax.build import Builder, Recipes
 from embodied.jax.heads import NamedSpaces
-from embodied.jax.nets import Array, activate, symlog
+from embodied.jax.nets import Array, Builder, Recipes, activate, symlog
 from embodied.jax.resampling import max_pool, pooled_conv
 
 SMALLEST_MAP, LARGEST_MAP = 3, 16  # Sides of the smallest feature map.
 # Channels up to which a convolution is quicker on the pooled map, with four times
 # as many.
 FEW_CHANNELS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class CoderSettings:
+    """Keys of `agent.enc.simple`, and of `agent.dec.simple`, which has two more."""
+
+    depth: int
+    mults: tuple[int, ...]
+    layers: int
+    units: int
+    act: str
+    norm: str
+    winit: str
+    symlog: bool
+    outer: bool
+    kernel: int
+    strided: bool
+    outscale: float = 1.0
+    bspace: int = 1
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> CoderSettings:
+        """Takes them from the configuration."""
+        return cls(**{**config, "mults": tuple(config["mults"])})
+
+    @property
+    def depths(self) -> list[int]:
+        """Channels of each stage."""
+        return [self.depth * factor for factor in self.mults]
 
 
 class Encoder(eqx.Module):
@@ -30,12 +59,7 @@ class Encoder(eqx.Module):
     parts: dict[str, Any]
     vectors: NamedSpaces = eqx.field(static=True)
     images: NamedSpaces = eqx.field(static=True)
-    layers: int = eqx.field(static=True)
-    stages: int = eqx.field(static=True)
-    act: str = eqx.field(static=True)
-    symlog: bool = eqx.field(static=True)
-    outer: bool = eqx.field(static=True)
-    strided: bool = eqx.field(static=True)
+    settings: CoderSettings = eqx.field(static=True)
     dtype: str = eqx.field(static=True)
 
     def __call__(self, obs: Mapping[str, Array]) -> Array:
@@ -55,26 +79,31 @@ class Encoder(eqx.Module):
         for key, space in self.vectors:
             x = values.encode(space, key, obs[key])
             # In float32, since the compute dtype may not hold large values.
-            parts.append(symlog(x) if self.symlog and not space.discrete else x)
+            compress = self.settings.symlog and not space.discrete
+            parts.append(symlog(x) if compress else x)
         x = jnp.concatenate(parts, -1).astype(self.dtype)
-        for index in range(self.layers):
+        for index in range(self.settings.layers):
             x = self.parts[f"mlp{index}"](x)
-            x = activate(self.parts[f"mlp{index}norm"], x, self.act, self.dtype)
+            x = self._activate(f"mlp{index}", x)
         return x
 
     def _encode_images(self, obs: Mapping[str, Array]) -> Array:
         x = jnp.concatenate([obs[key] for key, _ in self.images], -1)
         x = x.astype(self.dtype) / 255 - 0.5
-        for index in range(self.stages):
+        settings = self.settings
+        for index in range(len(settings.mults)):
             conv = self.parts[f"cnn{index}"]
-            if self.strided or (self.outer and index == 0):
+            if settings.strided or (settings.outer and index == 0):
                 x = conv(x)
             elif x.shape[-1] <= FEW_CHANNELS:
                 x = pooled_conv(conv, x)
             else:
                 x = max_pool(conv(x))
-            x = activate(self.parts[f"cnn{index}norm"], x, self.act, self.dtype)
+            x = self._activate(f"cnn{index}", x)
         return x.reshape((*x.shape[:-3], -1))
+
+    def _activate(self, name: str, x: Array) -> Array:
+        return activate(self.parts[f"{name}norm"], x, self.settings.act, self.dtype)
 
 
 def make_encoder(
@@ -92,46 +121,34 @@ def make_encoder(
       ValueError: an observation that cannot be encoded.
     """
     vectors, images = split_spaces(spaces)
+    settings = CoderSettings.of(config)
     build = Builder.of(recipes, "enc", config, dtype)
     parts: dict[str, Any] = {}
     size = 0
     if vectors:
         inputs = sum(values.vector_size(space, name) for name, space in vectors)
-        for index in range(config["layers"]):
-            parts[f"mlp{index}"] = build.linear(f"mlp{index}", inputs, config["units"])
-            parts[f"mlp{index}norm"] = build.scale(config["units"])
-            inputs = config["units"]
+        for index in range(settings.layers):
+            parts[f"mlp{index}"] = build.linear(f"mlp{index}", inputs, settings.units)
+            parts[f"mlp{index}norm"] = build.scale(settings.units)
+            inputs = settings.units
         size += inputs
-    depths = [config["depth"] * factor for factor in config["mults"]]
     if images:
-        height, width = smallest_map(images, len(depths), config["outer"])
+        height, width = smallest_map(images, settings)
         inputs = sum(space.shape[-1] for _, space in images)
-        for index, depth in enumerate(depths):
-            full = config["outer"] and index == 0
-            stride = 2 if config["strided"] and not full else 1
+        for index, depth in enumerate(settings.depths):
+            full = settings.outer and index == 0
+            stride = 2 if settings.strided and not full else 1
             parts[f"cnn{index}"] = build.conv(
-                f"cnn{index}", inputs, depth, config["kernel"], stride=stride
+                f"cnn{index}", inputs, depth, settings.kernel, stride=stride
             )
             parts[f"cnn{index}norm"] = build.scale(depth)
             inputs = depth
         size += height * width * inputs
-    encoder = Encoder(
-        parts,
-        vectors,
-        images,
-        config["layers"],
-        len(depths),
-        config["act"],
-        config["symlog"],
-        config["outer"],
-        config["strided"],
-        dtype,
-    )
-    return encoder, size
+    return Encoder(parts, vectors, images, settings, dtype), size
 
 
 def split_spaces(spaces: NamedSpaces) -> tuple[NamedSpaces, NamedSpaces]:
-    """Tells vectors from images, and refuses what is neither."""
+    """Separates vectors from images, and refuses other spaces."""
     if not spaces:
         raise ValueError(
             "The agent expected at least one observation to encode beside "
@@ -153,9 +170,7 @@ def split_spaces(spaces: NamedSpaces) -> tuple[NamedSpaces, NamedSpaces]:
     return vectors, images
 
 
-def smallest_map(
-    images: NamedSpaces, stages: int, outer: bool = False
-) -> tuple[int, int]:
+def smallest_map(images: NamedSpaces, settings: CoderSettings) -> tuple[int, int]:
     """Height and width of the map that images are halved to.
 
     Raises:
@@ -168,7 +183,7 @@ def smallest_map(
             f"Images expected one size for all keys, got {sizes}. Resize them in the "
             "environment."
         )
-    factor = 2 ** (stages - bool(outer))
+    factor = 2 ** (len(settings.mults) - settings.outer)
     maps = (height // factor, width // factor)
     fits = all(SMALLEST_MAP <= side <= LARGEST_MAP for side in maps)
     if height % factor or width % factor or not fits:

@@ -19,10 +19,9 @@ from collections.abc import Sequence
 
 import ml_dtypes
 
-from dreamerv3.config import ConfigError, run_config
-from dreamerv3.inference import agent_spaces, must_fit
-from dreamerv3.logdirs import FILENAME
-from dreamerv3.spaces import spaces_to_tree
+from dreamerv3.cli.config import FILENAME, ConfigError, run_config
+from dreamerv3.policies.inference import agent_spaces, must_fit
+from dreamerv3.policies.spaces import spaces_to_tree
 from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.run.saving import AGENT, FOLDER, read_agent
 
@@ -48,7 +47,7 @@ def export(
       CheckpointError: there is no whole checkpoint, it does not fit its config, or
         there is something at the target.
     """
-    from dreamerv3.acting import ActingAgent, on_one_device
+    from dreamerv3.policies.acting_agent import ActingAgent, on_one_device
 
     if dtype not in DTYPES:
         raise ValueError(f"export expected dtype {' or '.join(DTYPES)}, got {dtype!r}.")

@@ -1,7 +1,7 @@
 """Imagined trajectories: the world model under the policy. Agent process.
 
-No gradient flows through them. The scan is arranged like that of `cell`: all noise is
-drawn before it, and products that read the same input are joined.
+No gradient flows through them. The loop is arranged like those of `dreamerv3.fused`:
+all noise is drawn before it, and products that read the same input are joined.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dreamerv3.cell import flat, squash_action
-from dreamerv3.rssm import RSSM, Latent
+from dreamerv3.fused import FusedCell
+from dreamerv3.rssm import RSSM, Latent, flat, squash_action
 from embodied.jax.heads import PolicyHead, action_vector
-from embodied.jax.names import cast_matrices
 from embodied.jax.nets import Array, Tree, sg
+from embodied.jax.param_names import cast_matrices
 
 Actions = dict[str, Array]
 
@@ -35,11 +35,11 @@ def imagine(
       States [H, N, ...] after each step, and the actions [H, N, ...] that led to
       them, the first of which was taken in the states given. Both without gradient.
     """
-    cell = dyn.cell
+    cell, fused = dyn.cell, FusedCell(dyn.cell)
     # Whatever does not change from step to step is made before the loop.
     dyn, pol = cast_matrices(sg((dyn, pol)), cell.dtype)
     parts, latent = dyn.parts, sg(latent)
-    core, act = cell.core_weights(parts), cell.action_weights(parts)
+    core, act = fused.core_weights(parts), fused.action_weights(parts)
     head = pol.output_weights()
     first = pol.mlp.parts["linear0"]
     # The core of the next step and the policy read both parts of the state; deter is
@@ -57,11 +57,11 @@ def imagine(
         x = pol.mlp.after_first(policy0 + policy1 + first.offset)
         actions = pol.sample(pol.outputs(x, head), noise["action"])
         action = squash_action(action_vector(pol.spaces, actions))
-        action = cell.action_term(act, action)
-        deter = cell.fused_core(core, deter, dynin0, dynin1, action)
+        action = fused.action_term(act, action)
+        deter = fused.core(core, deter, dynin0, dynin1, action)
         by_deter = deter @ read_deter
         x = by_deter[:, ends[1] :] + parts["prior0"].offset
-        stoch = cell.sample(cell.prior_after_first(parts, x), noise["stoch"])
+        stoch = cell.sample(dyn.prior_after_first(x), noise["stoch"])
         carry = (deter, by_deter, flat(stoch) @ read_stoch)
         return carry, ({"deter": deter, "stoch": stoch}, actions)
 

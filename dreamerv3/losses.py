@@ -10,10 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from dreamerv3.returns import imagined_weight, lambda_return
+from embodied.jax.distributions import Categorical, TwoHot
 from embodied.jax.heads import ActionDist
 from embodied.jax.nets import Array, f32, sg
 from embodied.jax.normalize import Normalizer
-from embodied.jax.outs import Categorical, TwoHot
 
 NormState = dict[str, Any]  # States of retnorm, valnorm and advnorm by name.
 
@@ -33,6 +33,47 @@ class Norms:
             "valnorm": self.valnorm.init(),
             "advnorm": self.advnorm.init(),
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSettings:
+    """Keys of `agent.imag_loss` and `agent.repl_loss`.
+
+    Attributes:
+      lam: lambda of the returns.
+      slowreg: weight of the slow value's predictions.
+      slowtar: use the slow value in returns.
+      actent: weight of the entropy; of policies alone.
+    """
+
+    lam: float
+    slowreg: float
+    slowtar: bool
+    actent: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Imagined:
+    """Predictions along imagined trajectories."""
+
+    rew: Array  # [B, T] rewards
+    con: Array  # [B, T] probability to go on
+    value: TwoHot  # [B, T, bins]
+    slow: TwoHot  # [B, T, bins], of the slow value
+    policy: Mapping[str, ActionDist]  # [B, T - 1, ...] by key
+    actions: Mapping[str, Array]  # [B, T - 1, ...] events of the policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """Replayed sequences, and predictions along them."""
+
+    last: Array  # [B, T] bool
+    term: Array  # [B, T] bool
+    rew: Array  # [B, T] rewards
+    boot: Array  # [B, T] returns imagined from each step
+    value: TwoHot  # [B, T, bins]
+    slow: TwoHot  # [B, T, bins], of the slow value
 
 
 def kl_losses(
@@ -59,7 +100,7 @@ def kl_losses(
 
 
 def continue_target(terminal: Array, horizon: int, contdisc: bool) -> Array:
-    """What the continue head predicts, [...] float32.
+    """Target of the continue head, [...] float32.
 
     Args:
       terminal: [...] bool, whether the episode has ended for good.
@@ -97,38 +138,22 @@ def value_loss(
 
 
 def imag_loss(
-    rew: Array,
-    con: Array,
-    value: TwoHot,
-    slow: TwoHot,
-    policy: Mapping[str, ActionDist],
-    actions: Mapping[str, Array],
+    imagined: Imagined,
     norms: Norms,
     states: NormState,
+    settings: LossSettings,
     *,
     disc: float,
-    lam: float,
-    actent: float,
-    slowreg: float,
-    slowtar: bool,
     update: bool,
 ) -> tuple[dict[str, Array], Array, NormState, dict[str, Array]]:
     """Losses of policy and value on imagined trajectories.
 
     Args:
-      rew: [B, T] predicted rewards.
-      con: [B, T] predicted probability to go on.
-      value: [B, T, bins].
-      slow: [B, T, bins].
-      policy: distributions [B, T - 1, ...] by key.
-      actions: events [B, T - 1, ...] of these distributions.
+      imagined: predictions along trajectories of T states.
       norms: normalisers.
       states: their states.
-      disc: discount that is not part of `con`.
-      lam: lambda of the returns.
-      actent: weight of the entropy.
-      slowreg: weight of the slow value's predictions.
-      slowtar: whether returns use the slow value.
+      settings: keys of `agent.imag_loss`.
+      disc: discount that is not part of `imagined.con`.
       update: whether the normalisers take in this batch.
 
     Returns:
@@ -136,6 +161,8 @@ def imag_loss(
       states, and metrics.
     """
     states = dict(states)
+    rew, con, value, slow = imagined.rew, imagined.con, imagined.value, imagined.slow
+    policy = imagined.policy
 
     def normalize(name: str, x: Array) -> tuple[Array, Array]:
         normalizer: Normalizer = getattr(norms, name)
@@ -145,16 +172,16 @@ def imag_loss(
 
     offset, scale = norms.valnorm.stats(states["valnorm"])
     val, slowval = value.pred() * scale + offset, slow.pred() * scale + offset
-    target = slowval if slowtar else val
+    target = slowval if settings.slowtar else val
     weight = imagined_weight(con, disc)[:, :-1]
     last = jnp.zeros_like(con)
-    ret = lambda_return(last, 1 - con, rew, target, disc, lam)
+    ret = lambda_return(last, 1 - con, rew, target, disc, settings.lam)
 
     ret_offset, ret_scale = normalize("retnorm", ret)
     adv = (ret - target[:, :-1]) / ret_scale
     adv_offset, adv_scale = normalize("advnorm", adv)
     adv_normed = (adv - adv_offset) / adv_scale
-    logp = total(policy[key].logp(sg(actions[key])) for key in policy)
+    logp = total(policy[key].logp(sg(imagined.actions[key])) for key in policy)
     entropies = {key: dist.entropy() for key, dist in policy.items()}
     entropy = total(entropies.values())
 
@@ -162,24 +189,15 @@ def imag_loss(
     tar = (ret - offset) / scale
     inner = TwoHot(value.logits[:, :-1])
     losses = {
-        "policy": policy_loss(logp, entropy, adv_normed, weight, actent),
-        "value": value_loss(inner, tar, slow.pred()[:, :-1], weight, slowreg),
+        "policy": policy_loss(logp, entropy, adv_normed, weight, settings.actent),
+        "value": value_loss(inner, tar, slow.pred()[:, :-1], weight, settings.slowreg),
     }
-    normed = (ret - ret_offset) / ret_scale
+    means = {"rew": rew, "con": con, "val": val, "tar": tar, "weight": weight}
+    means.update({"slowval": slowval, "adv": adv, "adv_mag": jnp.abs(adv)})
     metrics = {
-        "adv": adv.mean(),
+        **{name: x.mean() for name, x in means.items()},
         "adv_std": adv.std(),
-        "adv_mag": jnp.abs(adv).mean(),
-        "rew": rew.mean(),
-        "con": con.mean(),
-        "val": val.mean(),
-        "tar": tar.mean(),
-        "weight": weight.mean(),
-        "slowval": slowval.mean(),
-        "ret": normed.mean(),
-        "ret_min": normed.min(),
-        "ret_max": normed.max(),
-        "ret_rate": (jnp.abs(normed) >= 1).mean(),
+        **return_metrics((ret - ret_offset) / ret_scale),
         **entropy_metrics(policy, entropies),
     }
     return losses, sg(ret), states, sg(metrics)
@@ -188,6 +206,16 @@ def imag_loss(
 def total(arrays: Iterable[Array]) -> Array:
     """Sum of arrays of one shape."""
     return functools.reduce(jnp.add, arrays)
+
+
+def return_metrics(ret: Array) -> dict[str, Array]:
+    """Mean, extremes and share of large values of normalised returns [B, T]."""
+    return {
+        "ret": ret.mean(),
+        "ret_min": ret.min(),
+        "ret_max": ret.max(),
+        "ret_rate": (jnp.abs(ret) >= 1).mean(),
+    }
 
 
 def entropy_metrics(
@@ -204,36 +232,23 @@ def entropy_metrics(
 
 
 def repl_loss(
-    last: Array,
-    term: Array,
-    rew: Array,
-    boot: Array,
-    value: TwoHot,
-    slow: TwoHot,
+    replayed: Replayed,
     norms: Norms,
     states: NormState,
+    settings: LossSettings,
     *,
     horizon: int,
-    lam: float,
-    slowreg: float,
-    slowtar: bool,
     update: bool,
 ) -> tuple[Array, Array, NormState]:
     """Loss of the value on replayed sequences.
 
     Args:
-      last: [B, T] bool.
-      term: [B, T] bool.
-      rew: [B, T] replayed rewards.
-      boot: [B, T] returns imagined from each step.
-      value: [B, T, bins].
-      slow: [B, T, bins].
+      replayed: sequences of T steps, and predictions along them. With `slowtar`,
+        returns bootstrap from the slow value instead of `boot`.
       norms: normalisers.
       states: their states.
+      settings: keys of `agent.repl_loss`.
       horizon: discount horizon.
-      lam: lambda of the returns.
-      slowreg: weight of the slow value's predictions.
-      slowtar: whether returns bootstrap from the slow value instead of `boot`.
       update: whether the normaliser of values takes in this batch.
 
     Returns:
@@ -241,14 +256,16 @@ def repl_loss(
     """
     valnorm, state = norms.valnorm, states["valnorm"]
     offset, scale = valnorm.stats(state)
-    if slowtar:
-        boot = slow.pred() * scale + offset
-    ret = sg(lambda_return(last, term, rew, boot, 1 - 1 / horizon, lam))
+    last, boot, slow = replayed.last, replayed.boot, replayed.slow.pred()
+    if settings.slowtar:
+        boot = slow * scale + offset
+    disc = 1 - 1 / horizon
+    ret = sg(lambda_return(last, replayed.term, replayed.rew, boot, disc, settings.lam))
     if update:
         state = valnorm.update(state, ret)
         offset, scale = valnorm.stats(state)
     target = (ret - offset) / scale
     weight = 1 - f32(last)[:, :-1]
-    inner = TwoHot(value.logits[:, :-1])
-    loss = value_loss(inner, target, slow.pred()[:, :-1], weight, slowreg)
+    inner = TwoHot(replayed.value.logits[:, :-1])
+    loss = value_loss(inner, target, slow[:, :-1], weight, settings.slowreg)
     return loss, ret, {**states, "valnorm": state}

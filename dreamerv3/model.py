@@ -11,6 +11,7 @@ Everything here is a pure function of arrays, to be compiled by the caller:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -18,14 +19,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from dreamerv3.cell import flat
 from dreamerv3.decoder import Decoder, make_decoder
 from dreamerv3.encoder import Encoder, make_encoder
-from dreamerv3.rssm import RSSM, Latent, make_rssm
-from dreamerv3.settings import LOSSES, Settings, make_settings
+from dreamerv3.losses import LossSettings, Norms
+from dreamerv3.rssm import RSSM, Latent, flat, make_rssm
 from embodied.envs.keys import SIGNALS
 from embodied.jax import values
-from embodied.jax.build import Builder, Recipes, draw
 from embodied.jax.heads import (
     BinaryHead,
     NamedSpaces,
@@ -37,14 +36,50 @@ from embodied.jax.heads import (
     policy_head,
     twohot_head,
 )
-from embodied.jax.names import cast_matrices, with_flat_params
-from embodied.jax.nets import Array
+from embodied.jax.nets import Array, Builder, Recipes, draw
+from embodied.jax.normalize import Normalizer
+from embodied.jax.optim import Optimizer
+from embodied.jax.param_names import cast_matrices, with_flat_params
 from embodied.space import Space
 
 Carry = dict[str, Any]  # deter and stoch, as in Latent, and action by key, [B, ...]
 
 # Keys of latents in batches and in outputs for the replay.
 DETER, STOCH = "dyn/deter", "dyn/stoch"
+
+# Losses beside those of the decoded keys.
+LOSSES = ("rew", "con", "dyn", "rep", "policy", "value", "repval")
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentSettings:
+    """Settings of training and acting beside the networks; names as in the config."""
+
+    replay_context: int
+    priority: bool
+    loss_scales: tuple[tuple[str, float], ...]
+    free_nats: float
+    horizon: int
+    contdisc: bool
+    imag_last: int
+    imag_length: int
+    imagine_unroll: int
+    ac_grads: bool
+    reward_grad: bool
+    repval_loss: bool
+    repval_grad: bool
+    imag_loss: LossSettings
+    repl_loss: LossSettings
+    slow_rate: float
+    slow_every: int
+    norms: Norms
+    opt: Optimizer
+    eval_mode: str
+
+    def scale(self, loss: str) -> float:
+        """Weight of a loss; those that have no name of their own are decoded keys."""
+        scales = dict(self.loss_scales)
+        return scales[loss if loss in LOSSES else "rec"]
 
 
 class Model(eqx.Module):
@@ -57,16 +92,16 @@ class Model(eqx.Module):
     con: BinaryHead
     pol: PolicyHead
     val: TwoHotHead
-    settings: Settings = eqx.field(static=True)
+    settings: AgentSettings = eqx.field(static=True)
 
 
-class Policy(eqx.Module):
+class PolicyNetworks(eqx.Module):
     """The networks that acting needs."""
 
     enc: Encoder
     dyn: RSSM
     pol: PolicyHead
-    settings: Settings = eqx.field(static=True)
+    settings: AgentSettings = eqx.field(static=True)
 
 
 class State(eqx.Module):
@@ -113,7 +148,7 @@ def init(
       ValueError: a space that the networks cannot take.
     """
     loops = {"scan": 1, "imagine": 1, **(unroll or {})}
-    settings = make_settings(config, replay_context, priority, loops["imagine"])
+    settings = _make_settings(config, replay_context, priority, loops["imagine"])
     spaces = _observations(obs_space)
     actions = named_spaces(act_space, ("reset",))
     if not actions:
@@ -153,7 +188,7 @@ def init(
     )
 
 
-def init_carry(params: Model | Policy, batch: int) -> Carry:
+def init_carry(params: Model | PolicyNetworks, batch: int) -> Carry:
     """Carry before the first step of policies and of training alike: zeros."""
     action = {
         key: jnp.zeros((batch, *space.shape), values.jax_dtype(space))
@@ -163,7 +198,7 @@ def init_carry(params: Model | Policy, batch: int) -> Carry:
 
 
 def policy(
-    params: Model | Policy,
+    params: Model | PolicyNetworks,
     carry: Carry,
     obs: Mapping[str, Array],
     seed: Array,
@@ -203,8 +238,8 @@ def policy(
     return {**latent, "action": actions}, actions, outputs
 
 
-def policy_params(model: Model) -> Policy:
-    """Returns what acting needs, matrices in the compute dtype.
+def policy_params(model: Model) -> PolicyNetworks:
+    """Returns the networks that acting needs, matrices in the compute dtype.
 
     They are cast in each step anyway, so actions do not change by it.
     """
@@ -214,12 +249,12 @@ def policy_params(model: Model) -> Policy:
         if not name.startswith("prior")
     }
     dyn = RSSM(parts, model.dyn.cell, model.dyn.scan_unroll)
-    chosen = Policy(model.enc, dyn, model.pol, model.settings)
+    chosen = PolicyNetworks(model.enc, dyn, model.pol, model.settings)
     return cast_matrices(chosen, model.dyn.cell.dtype)
 
 
 def features(latent: Latent) -> Array:
-    """What heads read: [deter, flat stoch], [..., F]."""
+    """Input of all heads: [deter, flat stoch], [..., F]."""
     return jnp.concatenate([latent["deter"], flat(latent["stoch"])], -1)
 
 
@@ -257,6 +292,31 @@ def as_key(seed: Array) -> Array:
     if seed.ndim == 0:
         return jax.random.key(seed)
     return jax.random.wrap_key_data(seed.astype(jnp.uint32))
+
+
+def _make_settings(
+    config: Mapping[str, Any], replay_context: int, priority: bool, unroll: int
+) -> AgentSettings:
+    """Takes the settings from the `agent` block of the configuration."""
+    same = (
+        *("horizon", "contdisc", "imag_last", "imag_length", "ac_grads"),
+        *("reward_grad", "repval_loss", "repval_grad", "eval_mode"),
+    )
+    norms = [Normalizer(**config[name]) for name in ("retnorm", "valnorm", "advnorm")]
+    return AgentSettings(
+        replay_context=replay_context,
+        priority=priority,
+        loss_scales=tuple(sorted(config["loss_scales"].items())),
+        free_nats=config["dyn"]["rssm"]["free_nats"],
+        imagine_unroll=unroll,
+        imag_loss=LossSettings(**config["imag_loss"]),
+        repl_loss=LossSettings(**config["repl_loss"]),
+        slow_rate=config["slowvalue"]["rate"],
+        slow_every=config["slowvalue"]["every"],
+        norms=Norms(*norms),
+        opt=Optimizer(**config["opt"]),
+        **{name: config[name] for name in same},
+    )
 
 
 def _observations(obs_space: Mapping[str, Any]) -> NamedSpaces:

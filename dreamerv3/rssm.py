@@ -1,7 +1,11 @@
-"""The recurrent state-space model over sequences. Agent process."""
+"""The recurrent state-space model, one step at a time. Agent process.
+
+`dreamerv3.fused` has the same model arranged for loops over long sequences.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,13 +13,85 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from dreamerv3.cell import Cell, squash_action
-from embodied.jax.build import Builder, Recipes
-from embodied.jax.nets import Array, f32
-from embodied.jax.outs import Categorical
-from embodied.jax.recurrence import recur
+from embodied.jax.distributions import Categorical
+from embodied.jax.nets import Array, Builder, Recipes, Tree, activate, f32, sg
 
 Latent = dict[str, Array]  # deter [..., D] and stoch [..., S, C], compute dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """Sizes of the model, and the functions that both of its forms are made of.
+
+    All arrays may have any leading axes.
+
+    Attributes:
+      deter: units D of the deterministic state.
+      hidden: units H of the layers around it.
+      stoch: number S of categorical variables.
+      classes: classes C of each.
+      blocks: blocks of the recurrent weights; divides D.
+      unimix: share of the uniform distribution in each categorical.
+      imglayers: layers of the prior.
+      obslayers: layers of the posterior.
+      dynlayers: block layers before the gates.
+      absolute: whether the posterior does not see the deterministic state.
+      act: name of the activation.
+      dtype: compute dtype.
+    """
+
+    deter: int
+    hidden: int
+    stoch: int
+    classes: int
+    blocks: int
+    unimix: float
+    imglayers: int
+    obslayers: int
+    dynlayers: int
+    absolute: bool
+    act: str
+    dtype: str
+
+    def layer(self, parts: Tree, name: str, x: Array) -> Array:
+        """Applies a linear layer of `parts`, its norm and the activation."""
+        return self.activate(parts, name, parts[name](x))
+
+    def activate(self, parts: Tree, name: str, x: Array) -> Array:
+        """Applies the norm of a layer of `parts` and the activation."""
+        return activate(parts[f"{name}norm"], x, self.act, self.dtype)
+
+    def per_block(self, deter: Array, shared: list[Array]) -> Array:
+        """Gives each block its slice of deter and then all of `shared`, flat."""
+        lead = deter.shape[:-1]
+        own = deter.reshape((*lead, self.blocks, -1))
+        both = jnp.concatenate(shared, -1)[..., None, :]
+        both = jnp.broadcast_to(both, (*lead, self.blocks, both.shape[-1]))
+        return jnp.concatenate([own, both], -1).reshape((*lead, -1))
+
+    def gates(self, x: Array, deter: Array) -> Array:
+        """The GRU's update of deter [..., D] from [..., 3 D], in float32."""
+        lead = deter.shape[:-1]
+        x = f32(x).reshape((*lead, self.blocks, 3, -1))
+        old = f32(deter).reshape((*lead, self.blocks, -1))
+        reset = jax.nn.sigmoid(x[..., 0, :])
+        candidate = jnp.tanh(reset * x[..., 1, :])
+        update = jax.nn.sigmoid(x[..., 2, :] - 1)
+        new = update * candidate + (1 - update) * old
+        return new.reshape(deter.shape).astype(self.dtype)
+
+    def grouped(self, x: Array) -> Array:
+        """Splits [..., S * C] to [..., S, C]."""
+        return x.reshape((*x.shape[:-1], self.stoch, self.classes))
+
+    def dist(self, logits: Array) -> Categorical:
+        """Distribution of the stochastic state, from logits [..., S, C]."""
+        return Categorical.of(logits, self.unimix, event=1)
+
+    def sample(self, logits: Array, noise: Array) -> Array:
+        """Draws one-hots [..., S, C], with the gradient of their probabilities."""
+        dist = self.dist(logits)
+        return dist.straight_through(dist.sample(noise)).astype(self.dtype)
 
 
 class RSSM(eqx.Module):
@@ -40,25 +116,50 @@ class RSSM(eqx.Module):
 
     def core(self, latent: Latent, action: Array) -> Array:
         """The next deter [..., D] after an action [..., A]."""
-        deter, stoch = latent["deter"], latent["stoch"]
-        return self.cell.core(self.parts, deter, stoch, squash_action(action))
+        cell, parts, deter = self.cell, self.parts, latent["deter"]
+        inputs = (deter, flat(latent["stoch"]), squash_action(action))
+        shared = [cell.layer(parts, f"dynin{i}", x) for i, x in enumerate(inputs)]
+        x = cell.per_block(deter, shared)
+        for index in range(cell.dynlayers):
+            x = cell.layer(parts, f"dynhid{index}", x)
+        return cell.gates(parts["dyngru"](x), deter)
 
     def posterior(self, deter: Array, tokens: Array) -> Array:
         """Logits [..., S, C] given deter [..., D] and tokens [..., E]."""
-        return self.cell.posterior(self.parts, deter, tokens)
+        cell = self.cell
+        x = tokens if cell.absolute else jnp.concatenate([deter, tokens], -1)
+        for index in range(cell.obslayers):
+            x = cell.layer(self.parts, f"obs{index}", x)
+        return cell.grouped(self.parts["obslogit"](x))
 
     def prior(self, deter: Array) -> Array:
         """Logits [..., S, C] given deter [..., D] alone."""
-        return self.cell.prior(self.parts, deter)
+        return self.prior_after_first(self.parts["prior0"](deter))
 
-    def dist(self, logits: Array) -> Categorical:
-        """Distribution of the stochastic state, from logits [..., S, C]."""
-        return self.cell.dist(logits)
+    def prior_after_first(self, x: Array) -> Array:
+        """Logits of the prior from the output of `prior0`, for callers who have it."""
+        cell, parts = self.cell, self.parts
+        for index in range(cell.imglayers):
+            if index:
+                x = parts[f"prior{index}"](x)
+            x = cell.activate(parts, f"prior{index}", x)
+        return cell.grouped(parts["priorlogit"](x))
 
     def step(
         self, latent: Latent, action: Array, tokens: Array, first: Array, noise: Array
     ) -> tuple[Latent, Array]:
-        """One step with its observation, as `observe` without the time axis."""
+        """Steps on with an observation.
+
+        Args:
+          latent: state before the step, [..., D] and [..., S, C].
+          action: [..., A] float32, the action before the step.
+          tokens: [..., E] compute dtype.
+          first: [...] bool; the state and action before the step are zeros there.
+          noise: [..., S, C] float32, from `noise`.
+
+        Returns:
+          The state after the step, and its logits [..., S, C].
+        """
         keep = 1 - first.astype(self.cell.dtype)[..., None]
         before = {
             "deter": latent["deter"] * keep,
@@ -67,42 +168,6 @@ class RSSM(eqx.Module):
         deter = self.core(before, action * f32(keep))
         logits = self.posterior(deter, tokens)
         return {"deter": deter, "stoch": self.cell.sample(logits, noise)}, logits
-
-    def observe(
-        self, latent: Latent, action: Array, tokens: Array, first: Array, noise: Array
-    ) -> tuple[Latent, Array]:
-        """Steps through sequences with their observations.
-
-        Args:
-          latent: state before the first step, [B, ...].
-          action: [B, T, A] float32, the action before each step.
-          tokens: [B, T, E] compute dtype.
-          first: [B, T] bool; the state and action before a step are zeros there.
-          noise: [T, B, S, C] float32, from `noise`.
-
-        Returns:
-          States [B, T, ...] after each step, and their logits [B, T, S, C].
-        """
-        keep = 1 - first.astype(self.cell.dtype)[..., None]
-        action = squash_action(action * f32(keep))
-        inputs = {
-            "keep": keep,
-            "action": self.cell.action_term(
-                self.cell.action_weights(self.parts), action
-            ),
-            "tokens": self.cell.token_term(self.parts, tokens),
-        }
-        inputs = {**jax.tree.map(time_first, inputs), "noise": noise}
-        weights = self.cell.observe_weights(self.parts)
-        carry = self.cell.observe_carry(weights, latent["deter"], latent["stoch"])
-        states, logits = recur(
-            self.cell.observe_step, self.scan_unroll, weights, carry, inputs
-        )
-        states = {
-            "deter": states["deter"],
-            "stoch": self.cell.grouped(states["stoch"]),
-        }
-        return jax.tree.map(time_first, (states, logits))
 
     def imagine(self, latent: Latent, action: Array, noise: Array) -> Latent:
         """Steps through sequences of given actions, without observations or resets.
@@ -144,19 +209,18 @@ def make_rssm(
       dtype: compute dtype.
       scan_unroll: steps per iteration of the scan over time.
     """
-    sizes = ("deter", "hidden", "stoch", "classes", "blocks", "unimix")
-    counts = ("imglayers", "obslayers", "dynlayers", "absolute", "act")
-    cell = Cell(**{name: config[name] for name in sizes + counts}, dtype=dtype)
+    names = [field.name for field in dataclasses.fields(Cell) if field.name in config]
+    cell = Cell(**{name: config[name] for name in names}, dtype=dtype)
     build = Builder.of(recipes, "dyn", config, dtype)
     deter, hidden = cell.deter, cell.hidden
-    flat = cell.stoch * cell.classes
+    stoch = cell.stoch * cell.classes
     parts: dict[str, Any] = {}
 
     def layer(name: str, inputs: int) -> None:
         parts[name] = build.linear(name, inputs, hidden)
         parts[f"{name}norm"] = build.scale(hidden)
 
-    for index, inputs in enumerate((deter, flat, actions)):
+    for index, inputs in enumerate((deter, stoch, actions)):
         layer(f"dynin{index}", inputs)
     inputs = deter + 3 * hidden * cell.blocks
     for index in range(cell.dynlayers):
@@ -171,8 +235,18 @@ def make_rssm(
     for index in range(cell.imglayers):
         layer(f"prior{index}", hidden if index else deter)
     for name in ("obslogit", "priorlogit"):
-        parts[name] = build.linear(name, hidden, flat, config["outscale"])
+        parts[name] = build.linear(name, hidden, stoch, config["outscale"])
     return RSSM(parts, cell, scan_unroll)
+
+
+def flat(stoch: Array) -> Array:
+    """Joins the last two axes: [..., S, C] to [..., S * C]."""
+    return stoch.reshape((*stoch.shape[:-2], -1))
+
+
+def squash_action(action: Array) -> Array:
+    """Divides by max(1, |a|), without gradient through the divisor."""
+    return action / sg(jnp.maximum(1, jnp.abs(action)))
 
 
 def time_first(x: Array) -> Array:

@@ -17,9 +17,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dreamerv3 import fused
 from dreamerv3.imagination import imagine
 from dreamerv3.losses import (
+    Imagined,
     NormState,
+    Replayed,
     continue_target,
     imag_loss,
     kl_losses,
@@ -203,7 +206,7 @@ def observe(
     """States [B, T, ...] and posterior logits [B, T, S, C] of replayed steps."""
     first = data["is_first"]
     noise = params.dyn.noise(key, (first.shape[1], first.shape[0]))
-    return params.dyn.observe(latent, action, params.enc(data), first, noise)
+    return fused.observe(params.dyn, latent, action, params.enc(data), first, noise)
 
 
 def world_losses(
@@ -211,7 +214,7 @@ def world_losses(
 ) -> tuple[dict[str, Array], Metrics]:
     """Losses [B, T] of the world model by name, and metrics."""
     settings, dyn = params.settings, params.dyn
-    post, prior = dyn.dist(logits), dyn.dist(dyn.prior(states["deter"]))
+    post, prior = dyn.cell.dist(logits), dyn.cell.dist(dyn.prior(states["deter"]))
     feat = features(states)
     losses = params.dec.losses(params.dec(states["deter"], states["stoch"]), data)
     losses["rew"] = params.rew(feat if settings.reward_grad else sg(feat)).loss(
@@ -263,31 +266,51 @@ def behavior_losses(
         },
     }
     losses, ret, norms, metrics = imag_loss(
-        **jax.tree.map(time_first, outs),
-        norms=settings.norms,
-        states=norms,
+        Imagined(**jax.tree.map(time_first, outs)),
+        settings.norms,
+        norms,
+        settings.imag_loss,
         disc=1.0 if settings.contdisc else 1 - 1 / settings.horizon,
         update=training,
-        **dict(settings.imag_loss),
     )
     if settings.repval_loss and last > 1:
         boot = ret[:, 0].reshape((batch, last))
         data = {key: value[:, -last:] for key, value in data.items()}
-        feat = features(states)
-        losses["repval"], _, norms = repl_loss(
-            last=data["is_last"],
-            term=data["is_terminal"],
-            rew=data["reward"],
-            boot=boot,
-            value=params.val(feat if settings.repval_grad else sg(feat)),
-            slow=slowval(sg(feat)),
-            norms=settings.norms,
-            states=norms,
-            horizon=settings.horizon,
-            update=training,
-            **dict(settings.repl_loss),
+        losses["repval"], norms = _replay_value_loss(
+            params, slowval, norms, states, data, boot, training
         )
     return losses, norms, metrics
+
+
+def _replay_value_loss(
+    params: Model,
+    slowval: TwoHotHead,
+    norms: NormState,
+    states: Latent,
+    data: Batch,
+    boot: Array,
+    training: bool,
+) -> tuple[Array, NormState]:
+    """Loss [B, T - 1] of the value on replayed states, and states of normalisers."""
+    settings = params.settings
+    feat = features(states)
+    replayed = Replayed(
+        last=data["is_last"],
+        term=data["is_terminal"],
+        rew=data["reward"],
+        boot=boot,
+        value=params.val(feat if settings.repval_grad else sg(feat)),
+        slow=slowval(sg(feat)),
+    )
+    loss, _, norms = repl_loss(
+        replayed,
+        settings.norms,
+        norms,
+        settings.repl_loss,
+        horizon=settings.horizon,
+        update=training,
+    )
+    return loss, norms
 
 
 def slow_update(state: State, value: TwoHotHead) -> tuple[TwoHotHead, Array]:

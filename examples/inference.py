@@ -13,7 +13,7 @@ import argparse
 import numpy as np
 
 import dreamerv3
-from dreamerv3.config import run_config
+from dreamerv3.cli.config import run_config
 from dreamerv3.main import make_env
 from embodied.checkpoint import CheckpointError
 

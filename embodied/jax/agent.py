@@ -17,21 +17,25 @@ import jax
 import numpy as np
 
 from embodied.base import Agent, Array, Tree
-from embodied.jax import devices, loading
-from embodied.jax.acting import Actor, Parameters
+from embodied.jax import devices
 from embodied.jax.algorithm import Algorithm
-from embodied.jax.batches import Placer, open_stream
+from embodied.jax.device_stream import Placer, open_stream
 from embodied.jax.devices import Layout
-from embodied.jax.learning import Learner
-from embodied.jax.nonfinite import NonfiniteWatch
+from embodied.jax.param_names import (
+    choose_arrays,
+    join_parts,
+    name_matches,
+    split_parts,
+)
+from embodied.jax.policy_runner import Parameters, PolicyRunner
+from embodied.jax.train_runner import NonfiniteWatch, TrainRunner
 
 STREAM_SEED = 0
-OPT = "opt/"  # Flat names of the optimiser's state begin with it.
 
 
 @dataclasses.dataclass(frozen=True)
 class AgentOptions:
-    """How an agent runs.
+    """Options of an agent: seeds, devices, limits.
 
     Attributes:
       seed: of weights, training and actions.
@@ -94,7 +98,7 @@ class JaxAgent(Agent):
                 _keep if same else _mover(acting),
                 wait=options.deterministic or _overlap(train, acting),
             )
-        self._learner = Learner(
+        self._trainer = TrainRunner(
             algorithm,
             train,
             self._placer,
@@ -104,25 +108,25 @@ class JaxAgent(Agent):
             publish_shardings,
             options.compiler,
         )
-        self._acting: Actor | None = None
+        self._policy_runner: PolicyRunner | None = None
         if acting is not None and parameters is not None:
-            params = jax.eval_shape(algorithm.policy_params, self._learner.shapes)
+            params = jax.eval_shape(algorithm.policy_params, self._trainer.shapes)
             seed = (options.seed, jax.process_index())
-            self._acting = Actor(
+            self._policy_runner = PolicyRunner(
                 algorithm, acting, params, parameters, seed, options.compiler
             )
 
     def init_policy(self, batch_size: int) -> Tree:
         """Returns the carry of environments before their first step, on the device."""
-        return self._actor.init_carry(batch_size)
+        return self._runner.init_carry(batch_size)
 
     def init_train(self, batch_size: int) -> Tree:
         """Returns the carry of this host's rows before the first batch."""
-        return self._learner.init_carry(batch_size)
+        return self._trainer.init_carry(batch_size)
 
     def init_report(self, batch_size: int) -> Tree:
         """Returns the carry of this host's rows before the first batch of a report."""
-        return self._learner.init_carry(batch_size)
+        return self._trainer.init_carry(batch_size)
 
     def policy(
         self, carry: Tree, obs: Mapping[str, Array], mode: str = "train"
@@ -132,11 +136,11 @@ class JaxAgent(Agent):
         Observations that are not finite are taken as missing, counted and reported,
         with the key `envid` of the observations if there is one.
         """
-        return self._actor.policy(carry, obs, mode, obs.get("envid"))
+        return self._runner.policy(carry, obs, mode, obs.get("envid"))
 
     def init_table(self, slots: int) -> None:
         """Makes the table of carries for `policy_table`; all slots begin anew."""
-        self._actor.init_table(slots, self.options.actor_batch)
+        self._runner.init_table(slots, self.options.actor_batch)
 
     def policy_table(
         self,
@@ -157,11 +161,11 @@ class JaxAgent(Agent):
           Actions and outputs [B, ...]. The carries of the slots have moved on.
         """
         envids = obs.get("envid") if envids is None else envids
-        return self._actor.table_step(slots, obs, mode, envids)
+        return self._runner.table_step(slots, obs, mode, envids)
 
     def reset_slots(self, slots: Sequence[int] | Array) -> None:
-        """Lets slots of the table begin anew, for another environment."""
-        self._actor.reset(slots)
+        """Restarts slots of the table, for other environments."""
+        self._runner.reset(slots)
 
     def train(
         self, carry: Tree, batch: Mapping[str, Array]
@@ -172,18 +176,18 @@ class JaxAgent(Agent):
         the devices; those of the first call are empty. The carry given cannot be used
         again.
         """
-        carry, outputs, metrics = self._learner.train(carry, batch)
+        carry, outputs, metrics = self._trainer.train(carry, batch)
         return carry, outputs, {**metrics, **self._counts()}
 
     def flush(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """Waits for the last update, and returns its outputs and metrics."""
-        return self._learner.flush()
+        return self._trainer.flush()
 
     def report(
         self, carry: Tree, batch: Mapping[str, Array]
     ) -> tuple[Tree, dict[str, Array]]:
         """Computes metrics and videos on a batch [B, T, ...] without training."""
-        return self._learner.report(carry, batch)
+        return self._trainer.report(carry, batch)
 
     def stream(self, st: Iterable[dict[str, Array]]) -> Iterator[dict[str, Array]]:
         """Moves batches to the devices in a thread ahead of the reader, with `seed`.
@@ -193,17 +197,14 @@ class JaxAgent(Agent):
         """
         with self._lock:
             index, self._streams = self._streams, self._streams + 1
-        seed, updates = self.options.seed, self._learner.updates
+        seed, updates = self.options.seed, self._trainer.updates
         return open_stream(st, self._placer, seed, STREAM_SEED, updates, index)
 
     def save(self) -> Tree:
         """Returns all state as NumPy arrays by flat name, and counters."""
-        arrays = self._learner.arrays()
-        opt = {name.removeprefix(OPT): x for name, x in _starting(arrays, OPT).items()}
-        params = {name: x for name, x in arrays.items() if not name.startswith(OPT)}
-        calls = self._acting.calls if self._acting else 0
-        counters = {"updates": self._learner.updates, "policy_calls": calls}
-        return {"params": params, "opt": opt, "counters": counters}
+        calls = self._policy_runner.calls if self._policy_runner else 0
+        counters = {"updates": self._trainer.updates, "policy_calls": calls}
+        return {**split_parts(self._trainer.arrays()), "counters": counters}
 
     def load(self, data: Tree, regex: str | None = None) -> None:
         """Restores what `save` returned.
@@ -218,39 +219,36 @@ class JaxAgent(Agent):
         Raises:
           ValueError: shapes differ, names differ, or nothing matches.
         """
-        given = {
-            **data["params"],
-            **{OPT + name: value for name, value in data.get("opt", {}).items()},
-        }
-        shapes = self._learner.shapes
-        own = dict(zip(self._learner.names, jax.tree.leaves(shapes)))
-        chosen = loading.choose(given, {k: x.shape for k, x in own.items()}, regex)
-        self._learner.replace(chosen)
+        leaves = jax.tree.leaves(self._trainer.shapes)
+        shapes = {name: x.shape for name, x in zip(self._trainer.names, leaves)}
+        self._trainer.replace(choose_arrays(join_parts(data), shapes, regex))
         counters = {
             name: int(value)
             for name, value in data.get("counters", {}).items()
-            if loading.matches(regex, f"counters/{name}")
+            if name_matches(regex, f"counters/{name}")
         }
-        self._learner.updates = counters.get("updates", self._learner.updates)
-        if self._acting:
-            self._acting.calls = counters.get("policy_calls", self._acting.calls)
+        self._trainer.updates = counters.get("updates", self._trainer.updates)
+        if self._policy_runner:
+            self._policy_runner.calls = counters.get(
+                "policy_calls", self._policy_runner.calls
+            )
 
     def _counts(self) -> dict[str, Any]:
-        """What was not finite and has been replaced so far, where there was any."""
+        """Numbers of values that were not finite and have been replaced, by key."""
         counts: dict[str, int] = {}
-        if self._acting:
-            counts.update(self._acting.observations.counts())
+        if self._policy_runner:
+            counts.update(self._policy_runner.observations.counts())
         if self._placer.bad_rewards:
             counts["reward"] = self._placer.bad_rewards
         return {f"nonfinite/{key}": np.float32(n) for key, n in counts.items()}
 
     @property
-    def _actor(self) -> Actor:
-        if self._acting is None:
+    def _runner(self) -> PolicyRunner:
+        if self._policy_runner is None:
             raise RuntimeError(
                 "The agent expected to act, but jax.enable_policy is False."
             )
-        return self._acting
+        return self._policy_runner
 
 
 def _mover(layout: Layout) -> Callable[[list[Array]], list[Array]]:
@@ -270,7 +268,3 @@ def _keep(leaves: list[Array]) -> list[Array]:
 
 def _overlap(one: Layout, other: Layout) -> bool:
     return bool(set(one.mesh.devices.flat) & set(other.mesh.devices.flat))
-
-
-def _starting(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {name: x for name, x in arrays.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""What an algorithm consists of, as pure functions of arrays. Agent process."""
+"""Interface of an algorithm: pure functions of arrays. Agent process."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Compiles functions ahead of their first call, and says so. Agent process."""
+"""Compiles functions ahead of their first call, and logs it. Agent process."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,23 +57,19 @@ def compile_ahead(
 
 
 def compiles() -> bool:
-    """Whether functions are compiled at all; see `jax.jit` of the configuration."""
+    """Returns False where `jax.jit` of the configuration turns compilation off."""
     config: Any = jax.config  # Type checkers know none of its settings.
     return not config.jax_disable_jit
 
 
 def signature(arrays: Mapping[str, Any]) -> Signature:
-    """What a compiled function depends on: keys, shapes and dtypes."""
+    """Keys, shapes and dtypes, which a compiled function depends on."""
     return tuple(
         (key, value.shape, str(value.dtype)) for key, value in sorted(arrays.items())
     )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["vectors", "rest"],
-    meta_fields=["names"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """A dict of arrays, with the scalars of each dtype in one array.
@@ -89,7 +84,9 @@ class Packed:
 
     vectors: dict[str, Array]
     rest: dict[str, Array]
-    names: tuple[tuple[str, tuple[str, ...]], ...]
+    names: tuple[tuple[str, tuple[str, ...]], ...] = dataclasses.field(
+        metadata={"static": True}
+    )
 
     def unpack(self) -> dict[str, np.ndarray]:
         """The dict, once the arrays are on the host."""

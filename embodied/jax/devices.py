@@ -1,4 +1,4 @@
-"""Which devices do what, and how arrays are spread over them. Agent process.
+"""Devices of training and policy, and arrays spread over them. Agent process.
 
 A mesh has three axes. Batches are split over `data` and `fsdp`; weights over `fsdp`
 and `tensor`:
@@ -66,7 +66,7 @@ class Layout:
         return len({device.process_index for device in self.mesh.devices.flat})
 
     def weights(self, tree: Tree) -> Tree:
-        """Where the arrays of a state lie, by their shapes.
+        """Shardings of the arrays of a state, by their shapes.
 
         The last axis is split over `tensor`, the largest of the others over `fsdp`,
         where they can be divided.
@@ -74,7 +74,7 @@ class Layout:
         return jax.tree.map(lambda x: NamedSharding(self.mesh, self._spec(x)), tree)
 
     def batch(self, rows: int) -> NamedSharding:
-        """Where a batch of so many rows lies: split if it can be divided."""
+        """Sharding of a batch of so many rows: split if it can be divided."""
         return self.everywhere if rows % self.parts else self.rows
 
     def place(self, tree: Tree) -> Tree:

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from embodied.jax import values
-from embodied.jax.build import Builder
-from embodied.jax.nets import MLP, Array, Linear
-from embodied.jax.outs import Binary, BoundedNormal, Categorical, TwoHot
+from embodied.jax.distributions import Binary, BoundedNormal, Categorical, TwoHot
+from embodied.jax.nets import MLP, Array, Builder, Linear
 from embodied.space import Space
 
 ActionDist = Categorical | BoundedNormal

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from embodied.jax.names import flat_name
 from embodied.jax.nets import Array, Tree
+from embodied.jax.param_names import flat_name
 
 SMALLEST_NORM = 1e-3  # Of weights, in clipping: new weights may be zero.
 FINAL_RATE = 0.1  # Share of the learning rate that schedules end with.
@@ -77,7 +77,7 @@ class Optimizer:
     def update(
         self, grads: Tree, state: dict[str, Any], params: Tree, loss: Array | float = 0
     ) -> tuple[Tree, dict[str, Any], dict[str, Array]]:
-        """Returns what to add to the parameters, the new state, and metrics.
+        """Returns the change of the parameters, the new state, and metrics.
 
         Metrics: updates, grad_norm, grad_rms, update_rms, param_rms, param_count, and
         nonfinite, the number of updates in a row that were skipped.
@@ -110,7 +110,7 @@ class Optimizer:
     def _direction(
         self, grads: Tree, state: dict[str, Any], params: Tree
     ) -> tuple[Tree, Tree, Tree]:
-        """What to subtract, times the learning rate, and the moving averages."""
+        """Step to subtract, before the learning rate, and the moving averages."""
         count = (state["step"]["value"] + 1).astype(jnp.float32)
 
         def average(decay: float, old: Tree, new: Tree) -> tuple[Tree, Tree]:

@@ -94,7 +94,7 @@ def _convolve(x: Array, kernel: Array, padding: tuple[int, int], dtype: str) -> 
 
 
 def _pick_pixels(size: int) -> tuple[np.ndarray, tuple[int, int]]:
-    """Says which tap of a kernel meets which pixel, along one axis.
+    """Computes which tap of a kernel meets which pixel, along one axis.
 
     Tap u of a kernel that is centred at pixel a of a pair (0 or 1) meets pixel
     r = a + u - before, where `before` is the padding: pixel r mod 2 of the pair that

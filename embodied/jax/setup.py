@@ -22,7 +22,7 @@ import jax
 logger = logging.getLogger(__name__)
 
 PLATFORMS = ("auto", "cpu", "cuda", "tpu")
-# What JAX calls the kind of device.
+# Names that JAX has for the kinds of devices.
 BACKENDS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 CONNECT_SECONDS = 300  # How long hosts that train together wait for one another.
 CACHE_FOLDER = "dreamerv3-parallel/jax"
@@ -35,7 +35,7 @@ class SetupError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """What was found.
+    """Devices that JAX has found.
 
     Attributes:
       platform: `cpu`, `gpu` or `tpu`.

@@ -35,7 +35,7 @@ def vector_size(space: Space, key: str) -> int:
 
 
 def present(space: Space, value: Array) -> Array:
-    """Whether no element of a value is missing: [..., *space.shape] to [...] bool.
+    """Mask of values without a missing element: [..., *space.shape] to [...] bool.
 
     Missing is what is not finite in floats (-inf by convention; NaN would otherwise
     spoil the weights), and -1 in signed integers whose space does not contain it.

@@ -1,4 +1,4 @@
-"""What a process uses: processor, memory, accelerator. Any process that logs.
+"""Resources that a process uses: processor, memory, accelerator. Any that logs.
 
     usage = Usage(args.usage)
     logger.add(usage.result(), prefix='usage/replay')     # Now and then.
@@ -8,6 +8,7 @@ One class for each source that `run.usage` can turn on.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import shutil
@@ -25,7 +26,7 @@ GIGABYTE = 1024**3
 MEGABYTE = 1024**2
 TOP_LINES = 5  # Of code that allocates the most.
 QUERY = ("utilization.gpu", "memory.used", "memory.total", "temperature.gpu")
-ACCELERATOR = ("nvsmi", "gputil")  # Sources that tell about accelerators.
+ACCELERATOR = ("nvsmi", "gputil")  # Sources that nvidia-smi answers.
 QUERY_SECONDS = 10.0  # To wait for an answer.
 QUERY_EVERY = 10.0  # Seconds between questions: they take the driver's time, too.
 
@@ -34,7 +35,8 @@ class Usage:
     """Everything that the settings ask for. Belongs to one thread.
 
     Args:
-      settings: the block `run.usage`: psutil, nvsmi, gputil, malloc and gc.
+      settings: the block `run.usage`: psutil, nvsmi (all accelerators together),
+        gputil (each by itself, under the names of that library), malloc and gc.
       accelerator: whether this process uses the accelerators; others need not ask
         for the same figures.
     """
@@ -42,19 +44,20 @@ class Usage:
     def __init__(self, settings: Mapping[str, Any], accelerator: bool = True):
         makers: dict[str, Callable[[], Any]] = {
             "psutil": _Process,
-            "nvsmi": _Accelerators,
-            "gputil": _Loads,
             "malloc": _Allocations,
             "gc": _Objects,
         }
+        if accelerator and any(settings.get(name) for name in ACCELERATOR):
+            smi = NvidiaSmi()
+            smi.rows()  # For the first call to have an answer.
+            makers["nvsmi"] = functools.partial(_Accelerators, smi)
+            makers["gputil"] = functools.partial(_EachAccelerator, smi)
         self._sources = {
-            name: make()
-            for name, make in makers.items()
-            if settings.get(name) and (accelerator or name not in ACCELERATOR)
+            name: make() for name, make in makers.items() if settings.get(name)
         }
 
     def result(self) -> dict[str, Any]:
-        """Returns what is used, and nothing where it is not asked for."""
+        """Returns the figures of all sources that were asked for."""
         return {
             f"{source}/{name}": value
             for source, meter in self._sources.items()
@@ -132,9 +135,8 @@ class NvidiaSmi:
 class _Accelerators:
     """All devices together: utilisation and memory, between 0 and 1."""
 
-    def __init__(self) -> None:
-        self._smi = NvidiaSmi()
-        self._smi.rows()  # For the first call to have an answer.
+    def __init__(self, smi: NvidiaSmi) -> None:
+        self._smi = smi
 
     def result(self) -> dict[str, float]:
         """Returns means and extremes over the devices."""
@@ -152,12 +154,11 @@ class _Accelerators:
         }
 
 
-class _Loads:
-    """Each device by itself."""
+class _EachAccelerator:
+    """Each device by itself: load and memory, between 0 and 1."""
 
-    def __init__(self) -> None:
-        self._smi = NvidiaSmi()
-        self._smi.rows()
+    def __init__(self, smi: NvidiaSmi) -> None:
+        self._smi = smi
 
     def result(self) -> dict[str, float]:
         """Returns load and memory of every device."""
@@ -187,7 +188,7 @@ class _Allocations:
 
 
 class _Objects:
-    """What the garbage collector tracks; slow with many objects."""
+    """Objects that the garbage collector tracks; slow with many of them."""
 
     def result(self) -> dict[str, float]:
         """Returns the number of objects, and how often they were collected."""

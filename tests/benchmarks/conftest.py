@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from dreamerv3.config import load_config, prepare_logdir
+from dreamerv3.cli.config import load_config
+from dreamerv3.cli.logdir import prepare_logdir
 
 BOXING = ("--configs", "atari100k", "size12m", "--task", "atari100k_boxing")
 

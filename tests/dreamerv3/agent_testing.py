@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dreamerv3 import model, training
-from dreamerv3.config import load_config
+from dreamerv3.cli.config import load_config
 from embodied import Space
 from embodied.envs.keys import SIGNALS
-from embodied.jax.names import flat_params, with_flat_params
+from embodied.jax.param_names import flat_params, with_flat_params
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dreamerv3.agent import Agent
-from dreamerv3.config import load_config
+from dreamerv3.cli.config import load_config
 
 QUICK = {"xla_backend_optimization_level": 0}
 

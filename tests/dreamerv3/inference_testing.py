@@ -6,7 +6,7 @@ import agent_testing as testing
 import numpy as np
 from dreamer_testing import make_agent, make_config
 
-from dreamerv3.config import prepare_logdir
+from dreamerv3.cli.logdir import prepare_logdir
 from embodied import Env
 from embodied.checkpoint import Checkpoint
 

@@ -147,7 +147,7 @@ import agent_testing as testing, jax, numpy as np
 from dreamerv3 import model, training
 from embodied import Space
 from embodied.jax import devices
-from embodied.jax.names import flat_params
+from embodied.jax.param_names import flat_params
 
 testing.OBS_SPACE['image'] = Space(np.uint8, (48, 48, 3))
 flags = testing.flags(**{'agent.dyn.rssm.free_nats': 0})  # Else the prior may rest.

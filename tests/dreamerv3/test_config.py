@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from dreamerv3 import rules
-from dreamerv3.config import load_config, merge, read_blocks
+from dreamerv3.cli import schema
+from dreamerv3.cli.config import load_config, merge, read_blocks
 from embodied.envs import registry
 
 HEAD = {"act": "silu", "norm": "rms", "winit": "trunc_normal_in"}
@@ -315,18 +315,68 @@ class TestDefaults:
 
     def test_keep_to_their_own_rules(self):
         for key, value in DEFAULTS.items():
-            rule = rules.rule(key)
+            rule = schema.read_keys()[key].rule
             assert rule is None or rule.accepts(value), key
 
     def test_all_numbers_but_ratios_and_intervals_have_a_rule(self):
         free = r"run\.(train_ratio|(log|report|save)_every|actor_batch)"
         for key, value in DEFAULTS.items():
             if type(value) in (int, float) and not re.fullmatch(free, key):
-                assert rules.rule(key), key
+                assert schema.read_keys()[key].rule, key
 
-    def test_every_rule_belongs_to_a_key(self):
-        used = {rules.rule(key) for key in DEFAULTS}
-        assert used >= {rule for _, rule in rules.RULES}
+    def test_every_kind_of_value_belongs_to_a_key(self):
+        used = [schema.read_keys()[key].rule for key in DEFAULTS]
+        assert all(kind in used for kind in schema.KINDS.values())
+
+
+class TestRules:
+    @pytest.mark.parametrize(
+        ("text", "allowed", "good", "bad"),
+        [
+            (">= 1", "at least 1", [1, 2.5, (1, 2)], [0, -1.0, (2, 0)]),
+            ("> 0", "more than 0", [1e-9, math.inf], [0, -1]),
+            ("< 2", "below 2", [1], [2]),
+            (">= -1", "at least -1", [-1], [-2]),
+            (">= 0, <= 100", "from 0 to 100", [0, 100], [-0.1, 100.1]),
+            ("> 0, <= 1", "more than 0 and up to 1", [0.1, 1], [0, 1.1]),
+            ("odd, >= 3", "odd and at least 3", [3, 255], [1, 4]),
+            ("one of a, b", "one of a, b", ["a", "b"], ["c", "a, b"]),
+            ("only a", "only a", ["a"], ["b"]),
+            (
+                "several of a, b",
+                "one or more, without repetition, of a, b",
+                [("a",), ("b", "a")],
+                [("a", "a"), ("c",)],
+            ),
+            ("mesh", schema.KINDS["mesh"].allowed, ["-1,1,1"], ["-1,-1,1", "1,1"]),
+        ],
+    )
+    def test_are_read_from_brackets(self, text, allowed, good, bad):
+        rule = schema.parse_rule(text)
+        assert rule.allowed == allowed
+        assert all(rule.accepts(value) for value in good)
+        assert not any(rule.accepts(value) for value in bad)
+
+    @pytest.mark.parametrize("text", ["", "many", "=> 1", ">=", ">= 1,< 2", "any of a"])
+    def test_of_another_form_are_refused(self, text):
+        with pytest.raises(ValueError, match=r"configs\.yaml|could not convert"):
+            schema.parse_rule(text)
+
+    def test_stand_at_the_end_of_the_comment(self, tmp_path, monkeypatch):
+        path = tmp_path / "configs.yaml"
+        path.write_text(
+            "defaults:\n\n  # Number of hosts, [not a rule] of environments.\n"
+            "  # [>= 1]\n  hosts: 1\n  plain: x  # Any text.\n"
+            "  group:\n    inner: 2  # A number, or so. [> 0]\n\nblock:\n  hosts: 3\n"
+        )
+        monkeypatch.setattr(schema, "CONFIGS", path)
+        keys = schema.read_keys.__wrapped__()
+        assert list(keys) == ["hosts", "plain", "group", "group.inner"]
+        assert keys["hosts"].rule.allowed == "at least 1"
+        assert "[not a rule]" in keys["hosts"].explanation
+        assert keys["plain"].rule is None
+        assert keys["group"].default == ""
+        assert keys["group.inner"].rule.allowed == "more than 0"
 
 
 class TestBlocks:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dreamerv3.config import ConfigError, load_config
+from dreamerv3.cli.config import ConfigError, load_config
 from embodied.envs import registry
 
 MISTAKES = {

@@ -9,17 +9,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dreamerv3 import flags, help, rules
-from dreamerv3.config import (
-    CONFIGS,
+from dreamerv3.cli import texts
+from dreamerv3.cli.config import (
     ConfigError,
+    flatten,
     load_config,
     make_args,
     merge,
-    prepare_logdir,
     read_blocks,
     read_config,
 )
+from dreamerv3.cli.logdir import prepare_logdir
+from dreamerv3.cli.schema import CONFIGS, read_keys
 from embodied.envs import registry
 
 DEFAULTS = merge([]).flat
@@ -212,27 +213,26 @@ class TestLogdir:
 
 class TestHelp:
     def test_explains_every_key_and_group(self):
-        entries = help.read_entries()
-        assert {entry.key for entry in entries if entry.default} == set(DEFAULTS)
-        for entry in entries:
-            assert re.fullmatch(r"[A-Z].{4,}\.", entry.explanation), entry
+        keys = read_keys().values()
+        assert {key.name for key in keys if key.default} == set(DEFAULTS)
+        for key in keys:
+            assert re.fullmatch(r"[A-Z][^\[]{4,}\.", key.explanation), key
 
     def test_shows_every_key_with_default_explanation_and_what_is_allowed(self):
-        text = " ".join(help.help_text().split())
-        for entry in help.read_entries():
-            if not entry.default:
+        text = " ".join(texts.help_text().split())
+        for key in read_keys().values():
+            if not key.default:
                 continue
-            rule = rules.rule(entry.key)
-            allowed = f" [{rule.allowed}]" if rule else ""
-            explanation = f"{entry.explanation}{allowed}"
-            assert f"--{entry.key} {entry.default} {explanation}" in text
+            allowed = f" [{key.rule.allowed}]" if key.rule else ""
+            explanation = f"{key.explanation}{allowed}"
+            assert f"--{key.name} {key.default} {explanation}" in text
         for block in set(read_blocks()) - {"defaults"}:
             assert re.search(rf"\b{block}\b", text)
         for suite in registry.SUITES.values():
             assert f"{suite.name}: {suite.doc}" in text
 
     def test_fits_the_width(self):
-        lines = help.help_text(60).splitlines()
+        lines = texts.help_text(60).splitlines()
         explanations = [line for line in lines if line.startswith(" " * 6)]
         assert 40 < max(map(len, explanations)) <= 60
 
@@ -254,7 +254,7 @@ CHARACTERS = "aZ09 ._-+:;#'\"`{}[]()<>|%&*!?,\\/=~$^@é\u00a0\u2028\ufeff☃😀
 
 
 def valid_values(key, default):
-    rule = rules.rule(key)
+    rule = read_keys()[key].rule
     if isinstance(default, bool):
         return st.booleans()
     if isinstance(default, int):
@@ -311,4 +311,4 @@ def test_flags_to_config_to_file_and_back(tmp_path, examples):
 
 def test_flatten_escapes_dots_only_in_patterns():
     nested = {"a": {"b": {"c": [1, 2]}}, r".*\.d": {"e": 3}}
-    assert flags.flatten(nested) == {"a.b.c": (1, 2), r".*\.d\.e": 3}
+    assert flatten(nested) == {"a.b.c": (1, 2), r".*\.d\.e": 3}

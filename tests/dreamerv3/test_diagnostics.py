@@ -14,9 +14,9 @@ from agent_testing import (
     quick_jit,
 )
 
-from dreamerv3 import diagnostics, model
-from embodied.jax.names import with_flat_params
+from dreamerv3 import model, report
 from embodied.jax.nets import symexp
+from embodied.jax.param_names import with_flat_params
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def strict():
 
 @functools.cache
 def open_loop():
-    return quick_jit(diagnostics.open_loop)
+    return quick_jit(report.open_loop)
 
 
 def predict(batch):
@@ -75,7 +75,7 @@ def test_few_sequences_are_enough():
     networks = make_state(replay_context=CONTEXT).model
     carry = model.init_carry(networks, BATCH)
     truth, prediction = jax.eval_shape(
-        lambda *args: diagnostics.open_loop(*args, limit=1),
+        lambda *args: report.open_loop(*args, limit=1),
         *(networks, carry, batch, KEY),
     )
     assert truth["vector"].shape == prediction["vector"].shape == (1, LENGTH, 3)
@@ -92,7 +92,7 @@ def test_predictions_are_in_the_units_of_the_environment():
 def test_gradient_norms_are_those_of_each_loss():
     state = make_state(replay_context=CONTEXT)
     carry = model.init_carry(state.model, BATCH)
-    norms = quick_jit(diagnostics.gradient_norms)(state, carry, make_batch(), KEY)
+    norms = quick_jit(report.gradient_norms)(state, carry, make_batch(), KEY)
     names = ("vector", "token", "rew", "con", "dyn", "rep", "policy", "value", "repval")
     assert set(norms) == {f"gradnorm/{name}" for name in names}
     assert all(np.isfinite(value) and value >= 0 for value in norms.values())

@@ -11,9 +11,9 @@ import pytest
 from dreamer_testing import QUICK
 
 import embodied.run
-from dreamerv3 import factories
 from dreamerv3.agent import Agent
-from dreamerv3.config import load_config, make_args
+from dreamerv3.cli import factories
+from dreamerv3.cli.config import load_config, make_args
 from dreamerv3.main import main
 from embodied.checkpoint import Checkpoint
 from embodied.envs.dummy import Dummy

@@ -13,7 +13,7 @@ from agent_testing import (
 
 from dreamerv3.encoder import make_encoder
 from embodied import Space
-from embodied.jax.names import flat_params
+from embodied.jax.param_names import flat_params
 
 IMAGE = Space(np.uint8, (48, 48, 3))
 

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from dreamerv3.failures import foreign_part
+from dreamerv3.cli.texts import foreign_part
 from dreamerv3.main import main
 from embodied.wrappers import checking
 

@@ -9,12 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from dreamerv3.config import load_config, read_config
-from dreamerv3.importing import translate
+from dreamerv3.cli.config import load_config, read_config
 from dreamerv3.main import main, make_agent
-from dreamerv3.reference import find_reference, read_reference
+from dreamerv3.policies.reference import find_reference, read_reference, translate
 from embodied.checkpoint import CheckpointError
-from embodied.jax.names import with_flat_params
+from embodied.jax.param_names import with_flat_params
 from embodied.run.saving import load_agent, read_agent
 
 EXAMPLE = testing.GOLDEN / "reference_checkpoint"
@@ -149,7 +148,7 @@ def test_the_report_says_what_was_and_was_not_imported(tmp_path, capsys):
     assert f"--run.from_checkpoint {tmp_path / 'run'}" in shown
     before = sorted((tmp_path / "run").rglob("*"))
     assert run(tmp_path / "reference", tmp_path / "run") == 1
-    assert "expected one without checkpoints" in capsys.readouterr().err
+    assert "checkpoints would be overwritten" in capsys.readouterr().err
     assert sorted((tmp_path / "run").rglob("*")) == before
 
 

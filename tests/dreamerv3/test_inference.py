@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from inference_testing import Task, save_run
 
 import dreamerv3
-from dreamerv3.acting import ActingAgent
-from dreamerv3.config import ConfigError, load_config, read_config
-from dreamerv3.conversion import ActionConverter
-from dreamerv3.inference import Policy
+from dreamerv3.cli.config import ConfigError, load_config, read_config
 from dreamerv3.main import main
-from dreamerv3.spaces import spaces_from_tree, spaces_to_tree
+from dreamerv3.policies.acting_agent import ActingAgent
+from dreamerv3.policies.inference import ActionConverter, LoadedPolicy
+from dreamerv3.policies.spaces import spaces_from_tree, spaces_to_tree
 from embodied import Space, wrappers
 from embodied.checkpoint import CheckpointError
 
@@ -70,7 +69,7 @@ def test_it_acts_like_the_agent_that_was_saved(run, batch):
     agent, logdir = run
     carry = agent.init_policy(batch or 1)
     policy = dreamerv3.load(logdir, batch=batch)
-    agent._acting.calls = 0  # Seeds are counted from there.
+    agent._policy_runner.calls = 0  # Seeds are counted from there.
     for index, obs in enumerate(observations(5, batch)):
         found = policy.act(obs)
         rows = {k: x if batch else x[None] for k, x in obs.items()}
@@ -249,7 +248,7 @@ class Noting:
 
 
 def make_policy(batch=None, **options):
-    return Policy(Noting(), OBS_SPACE, ACT_SPACE, batch=batch, **options)
+    return LoadedPolicy(Noting(), OBS_SPACE, ACT_SPACE, batch=batch, **options)
 
 
 OBS = {"vector": np.zeros(3, np.float32), "token": 1}
@@ -352,7 +351,7 @@ class TestActing:
 
     def test_images_are_not_cast_from_other_scales(self):
         spaces = {"image": Space(np.uint8, (2, 2, 3))}
-        policy = Policy(Noting(), spaces, ACT_SPACE)
+        policy = LoadedPolicy(Noting(), spaces, ACT_SPACE)
         policy.act({"image": np.full((2, 2, 3), 255)})
         for image in (np.full((2, 2, 3), 0.5), np.full((2, 2, 3), 256)):
             with pytest.raises(ValueError, match="'image' as uint8"):
@@ -510,7 +509,7 @@ class TestPrograms:
     ):
         argv = ["--script", "eval_only", "--run.from_checkpoint", str(run[1])]
         argv += ["--logdir", str(tmp_path), "--run.eval_eps", "2", "--run.envs", "1"]
-        monkeypatch.setattr("dreamerv3.main.make_agent", None)
+        monkeypatch.setattr("dreamerv3.cli.scripts.make_agent", None)
         assert main(argv) == 0
         result = json.loads((tmp_path / "eval/7.json").read_text())
         assert result["scores"] == [5.0, 5.0]

@@ -6,7 +6,14 @@ import time
 
 import pytest
 
-from dreamerv3.logdirs import FILENAME, LOCK, MANIFEST, LogdirInUse, claim, kept_config
+from dreamerv3.cli.logdir import (
+    FILENAME,
+    LOCK,
+    MANIFEST,
+    LogdirInUse,
+    claim,
+    kept_config,
+)
 from dreamerv3.main import main
 
 FLAGS = ["--task", "dummy_disc", "--script", "rollout", "--random_agent", "True"]

@@ -17,7 +17,10 @@ from jax.test_util import check_vjp
 
 from dreamerv3.decoder import make_decoder
 from dreamerv3.losses import (
+    Imagined,
+    LossSettings,
     Norms,
+    Replayed,
     continue_target,
     imag_loss,
     kl_losses,
@@ -26,8 +29,7 @@ from dreamerv3.losses import (
     value_loss,
 )
 from embodied import Space
-from embodied.jax.normalize import Normalizer
-from embodied.jax.outs import (
+from embodied.jax.distributions import (
     Binary,
     BoundedNormal,
     Categorical,
@@ -35,6 +37,7 @@ from embodied.jax.outs import (
     squared_error,
     twohot_bins,
 )
+from embodied.jax.normalize import Normalizer
 
 ROWS, STEPS, BINS = 2, 5, 21
 
@@ -185,7 +188,8 @@ def normalizers():
     return {"norms": norms, "states": states, "update": True}
 
 
-OPTIONS = {"lam": 0.95, "slowreg": 0.5}
+def settings(slowtar):
+    return LossSettings(lam=0.95, slowreg=0.5, slowtar=slowtar, actent=0.1)
 
 
 @pytest.mark.parametrize("slowtar", [False, True])
@@ -197,12 +201,10 @@ def test_imagination(slowtar):
 
     def losses(value, raw):
         found, *_ = imag_loss(
-            *(rew, con, value, slow, policy_dists(raw), actions),
+            Imagined(rew, con, value, slow, policy_dists(raw), actions),
             **normalizers(),
-            **OPTIONS,
+            settings=settings(slowtar),
             disc=0.9,
-            actent=0.1,
-            slowtar=slowtar,
         )
         return found
 
@@ -227,14 +229,10 @@ def test_replay(slowtar):
 
     def loss(logits, others):
         found, _, _ = repl_loss(
-            last=last,
-            term=last,
-            value=TwoHot(logits),
-            **others,
+            Replayed(last=last, term=last, value=TwoHot(logits), **others),
             **normalizers(),
-            **OPTIONS,
+            settings=settings(slowtar),
             horizon=10,
-            slowtar=slowtar,
         )
         return found
 

@@ -7,7 +7,10 @@ import pytest
 from agent_testing import TOLERANCE, golden
 
 from dreamerv3.losses import (
+    Imagined,
+    LossSettings,
     Norms,
+    Replayed,
     continue_target,
     imag_loss,
     kl_losses,
@@ -15,18 +18,29 @@ from dreamerv3.losses import (
     repl_loss,
     value_loss,
 )
+from embodied.jax.distributions import BoundedNormal, Categorical, TwoHot, twohot_bins
 from embodied.jax.normalize import Normalizer
-from embodied.jax.outs import BoundedNormal, Categorical, TwoHot, twohot_bins
 
 OFF = Normalizer("none")
-IMAG = {"disc": 1.0, "lam": 0.95, "actent": 3e-4, "slowreg": 1.0, "slowtar": False}
-REPL = {"horizon": 333, "lam": 0.95, "slowreg": 1.0, "slowtar": False}
+SETTINGS = LossSettings(lam=0.95, slowreg=1.0, slowtar=False, actent=3e-4)
 
 
 @pytest.fixture(autouse=True)
 def strict():
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+def imagination_loss(inputs, norms, *, update=False, disc=1.0, **changes):
+    settings = dataclasses.replace(SETTINGS, **changes)
+    imagined = Imagined(**inputs)
+    return imag_loss(imagined, **norms, settings=settings, disc=disc, update=update)
+
+
+def replay_loss(inputs, norms, *, update=False, **changes):
+    settings = dataclasses.replace(SETTINGS, **changes)
+    replayed = Replayed(**inputs)
+    return repl_loss(replayed, **norms, settings=settings, horizon=333, update=update)
 
 
 def golden_imagination():
@@ -73,7 +87,7 @@ def golden_replay():
 
 def test_imag_loss_equals_golden():
     inputs, norms = golden_imagination()
-    losses, ret, _, metrics = imag_loss(**inputs, **norms, **IMAG, update=False)
+    losses, ret, _, metrics = imagination_loss(inputs, norms)
     data = golden("functions")
     np.testing.assert_allclose(losses["policy"], data["im_loss_policy"], **TOLERANCE)
     np.testing.assert_allclose(losses["value"], data["im_loss_value"], **TOLERANCE)
@@ -85,7 +99,7 @@ def test_imag_loss_equals_golden():
 
 def test_repl_loss_equals_golden():
     inputs, norms = golden_replay()
-    loss, ret, _ = repl_loss(**inputs, **norms, **REPL, update=True)
+    loss, ret, _ = replay_loss(inputs, norms, update=True)
     data = golden("functions")
     np.testing.assert_allclose(loss, data["rp_loss"], **TOLERANCE)
     np.testing.assert_allclose(ret, data["rp_ret"], **TOLERANCE)
@@ -113,7 +127,7 @@ def slow_twohot_loss(logits, target):
 
 def test_imag_loss_equals_loops():
     inputs, norms = golden_imagination()
-    losses, ret, _, _ = imag_loss(**inputs, **norms, **IMAG, update=False)
+    losses, ret, _, _ = imagination_loss(inputs, norms)
     value, slow = np.asarray(inputs["value"].logits), inputs["slow"].pred()
     pred = np.asarray(inputs["value"].pred())
     con = np.asarray(inputs["con"])
@@ -144,7 +158,7 @@ def test_imag_loss_equals_loops():
 def test_impossible_steps_have_no_loss():
     inputs, norms = golden_imagination()
     inputs["con"] = inputs["con"].at[:, 2].set(0)
-    losses, _, _, _ = imag_loss(**inputs, **norms, **IMAG, update=False)
+    losses, _, _, _ = imagination_loss(inputs, norms)
     for loss in losses.values():
         assert np.all(loss[:, :2] != 0)
         np.testing.assert_array_equal(loss[:, 2:], 0)
@@ -152,21 +166,18 @@ def test_impossible_steps_have_no_loss():
 
 def test_slow_targets_replace_the_value_in_returns():
     inputs, norms = golden_imagination()
-    options = {**IMAG, "slowtar": True, "slowreg": 0.0}
-    slow = imag_loss(**inputs, **norms, **options, update=False)
+    slow = imagination_loss(inputs, norms, slowtar=True, slowreg=0.0)
     swapped = {**inputs, "value": inputs["slow"]}
-    options = {**IMAG, "slowreg": 0.0}
-    fast = imag_loss(**swapped, **norms, **options, update=False)
+    fast = imagination_loss(swapped, norms, slowreg=0.0)
     np.testing.assert_array_equal(slow[1], fast[1])
     np.testing.assert_array_equal(slow[0]["policy"], fast[0]["policy"])
 
 
 def test_discount_outside_of_continues():
     inputs, norms = golden_imagination()
-    options = {**IMAG, "disc": 0.9}
-    losses, ret, _, _ = imag_loss(**inputs, **norms, **options, update=False)
+    losses, ret, _, _ = imagination_loss(inputs, norms, disc=0.9)
     scaled = {**inputs, "con": inputs["con"] * 0.9}
-    inside, same, _, _ = imag_loss(**scaled, **norms, **IMAG, update=False)
+    inside, same, _, _ = imagination_loss(scaled, norms)
     np.testing.assert_allclose(ret, same, rtol=1e-5)
     # The weight of the first step has no discount, so all are divided by it.
     np.testing.assert_allclose(losses["policy"] * 0.9, inside["policy"], rtol=1e-5)
@@ -175,7 +186,7 @@ def test_discount_outside_of_continues():
 def test_return_scale_is_updated_before_it_is_used_and_not_in_reports():
     inputs, norms = golden_imagination()
     before = norms["states"]["retnorm"]
-    _, ret, states, trained = imag_loss(**inputs, **norms, **IMAG, update=True)
+    _, ret, states, trained = imagination_loss(inputs, norms, update=True)
     expected = norms["norms"].retnorm.update(before, ret)
     np.testing.assert_allclose(
         states["retnorm"]["hi"]["value"], expected["hi"]["value"], rtol=1e-6
@@ -183,7 +194,7 @@ def test_return_scale_is_updated_before_it_is_used_and_not_in_reports():
     _, scale = norms["norms"].retnorm.stats(states["retnorm"])
     raw = ret - inputs["value"].pred()[:, :-1]
     np.testing.assert_allclose(trained["adv"], (raw / scale).mean(), rtol=1e-4)
-    _, _, kept, _ = imag_loss(**inputs, **norms, **IMAG, update=False)
+    _, _, kept, _ = imagination_loss(inputs, norms)
     assert kept == norms["states"]
 
 
@@ -198,8 +209,8 @@ def normalized_inputs():
 
 def test_value_normaliser_scales_predictions_and_inversely_targets():
     inputs, norms, states = normalized_inputs()
-    options = {"norms": norms, "states": states, **IMAG, "update": False}
-    losses, ret, _, metrics = imag_loss(**inputs, **options)
+    options = {"norms": norms, "states": states}
+    losses, ret, _, metrics = imagination_loss(inputs, options)
     offset, scale = norms.valnorm.stats(states["valnorm"])
     np.testing.assert_allclose([offset, scale], [3, 2], rtol=1e-5)
     value = inputs["value"].pred() * 2 + 3
@@ -216,8 +227,8 @@ def test_value_normaliser_scales_predictions_and_inversely_targets():
 def test_advantage_normaliser_subtracts_its_offset():
     inputs, norms, states = normalized_inputs()
     norms = dataclasses.replace(norms, valnorm=OFF)
-    options = {"norms": norms, "states": {**states, "valnorm": {}}, "update": False}
-    losses, ret, _, _ = imag_loss(**inputs, **options, **{**IMAG, "actent": 0.0})
+    options = {"norms": norms, "states": {**states, "valnorm": {}}}
+    losses, ret, _, _ = imagination_loss(inputs, options, actent=0.0)
     adv = (ret - inputs["value"].pred()[:, :-1] - 3) / 1
     logp = sum(inputs["policy"][k].logp(inputs["actions"][k]) for k in inputs["policy"])
     weight = jnp.cumprod(inputs["con"], 1)[:, :-1]
@@ -227,13 +238,13 @@ def test_advantage_normaliser_subtracts_its_offset():
 def test_replay_loss_ignores_the_ends_of_episodes():
     inputs, norms = golden_replay()
     inputs["last"] = inputs["last"].at[:, 1].set(True)
-    loss, _, _ = repl_loss(**inputs, **norms, **REPL, update=False)
+    loss, _, _ = replay_loss(inputs, norms)
     np.testing.assert_array_equal(loss[:, 1], 0)
 
 
 def test_replay_loss_equals_loops():
     inputs, norms = golden_replay()
-    loss, ret, _ = repl_loss(**inputs, **norms, **REPL, update=False)
+    loss, ret, _ = replay_loss(inputs, norms)
     value, slow = np.asarray(inputs["value"].logits), inputs["slow"].pred()
     for b in range(3):
         for t in range(5):
@@ -245,21 +256,20 @@ def test_replay_loss_equals_loops():
 
 def test_replay_loss_with_slow_targets_bootstraps_from_the_slow_value():
     inputs, norms = golden_replay()
-    options = {**REPL, "slowtar": True}
-    _, slow, _ = repl_loss(**inputs, **norms, **options, update=False)
+    _, slow, _ = replay_loss(inputs, norms, slowtar=True)
     inputs["boot"] = inputs["slow"].pred()
-    _, expected, _ = repl_loss(**inputs, **norms, **REPL, update=False)
+    _, expected, _ = replay_loss(inputs, norms)
     np.testing.assert_array_equal(slow, expected)
 
 
 def test_replay_loss_updates_the_value_normaliser():
     inputs, _ = golden_replay()
     norms = Norms(OFF, Normalizer("meanstd"), OFF)
-    options = {"norms": norms, "states": norms.init(), **REPL}
-    _, ret, states = repl_loss(**inputs, **options, update=True)
+    options = {"norms": norms, "states": norms.init()}
+    _, ret, states = replay_loss(inputs, options, update=True)
     mean, _ = norms.valnorm.stats(states["valnorm"])
     np.testing.assert_allclose(mean, ret.mean(), rtol=1e-5)
-    assert repl_loss(**inputs, **options, update=False)[2] == norms.init()
+    assert replay_loss(inputs, options)[2] == norms.init()
 
 
 def kl_inputs():
@@ -358,8 +368,8 @@ def test_imag_loss_sends_gradient_to_value_and_policy_alone():
 
     def total(floats, force):
         actions = {**inputs["actions"], "cont": force}
-        losses, _, _, _ = imag_loss(
-            **floats, actions=actions, **norms, **IMAG, update=True
+        losses, _, _, _ = imagination_loss(
+            {**floats, "actions": actions}, norms, update=True
         )
         return sum(loss.sum() for loss in losses.values())
 

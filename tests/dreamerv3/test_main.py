@@ -12,8 +12,8 @@ import pytest
 
 import embodied.wrappers
 from dreamerv3 import main as program
-from dreamerv3 import rules
-from dreamerv3.config import load_config, read_config
+from dreamerv3.cli import scripts
+from dreamerv3.cli.config import load_config, read_config
 from dreamerv3.main import main, make_agent, make_env, make_logger
 from embodied.random_agent import RandomAgent
 
@@ -91,18 +91,6 @@ class TestMain:
     def test_help(self, capsys):
         assert main(["-h"]) == 0
         assert "--task dummy_disc" in capsys.readouterr().out
-
-    @pytest.mark.parametrize(
-        "script", sorted(set(rules.SCRIPTS) - set(program.SCRIPTS))
-    )
-    def test_scripts_that_are_not_there_are_refused(self, script, tmp_path, capsys):
-        argv = ["--script", script, "--run.from_checkpoint", "x"]
-        argv += ["--run.actor_addr", "localhost:1", "--run.replay_addr", "localhost:2"]
-        argv += ["--run.logger_addr", "localhost:3", "--logdir", str(tmp_path / "run")]
-        assert main(argv) == 2
-        message = capsys.readouterr().err
-        assert f"{script!r}" in message and "rollout" in message
-        assert not (tmp_path / "run").exists()
 
     def test_logdir_of_another_task_is_refused(self, tmp_path, capsys):
         argv = [*ROLLOUT, "--logdir", str(tmp_path), "--run.steps", "2"]
@@ -260,7 +248,7 @@ class TestRollout:
         def make_failing(config, index):
             return Failing(make_env(config, index))
 
-        monkeypatch.setattr(program, "make_env", make_failing)
+        monkeypatch.setattr(scripts, "make_env", make_failing)
         argv = [*ROLLOUT, "--logdir", str(tmp_path), "--run.log_every", "-1"]
         assert main(argv) == 1
         assert "RuntimeError: the env broke" in capsys.readouterr().err

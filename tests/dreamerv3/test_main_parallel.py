@@ -3,8 +3,8 @@
 import pytest
 
 from dreamerv3 import main as program
-from dreamerv3 import rules
-from dreamerv3.config import ConfigError
+from dreamerv3.cli.config import ConfigError
+from dreamerv3.cli.schema import read_keys
 from dreamerv3.main import main
 from embodied.rpc import AuthError
 from embodied.run import parallel
@@ -26,7 +26,7 @@ def run_with(monkeypatch, folder, error, cause=None):
 
 
 def test_all_scripts_are_there():
-    assert set(rules.SCRIPTS) <= set(program.SCRIPTS)
+    assert set(read_keys()["script"].rule.names) == set(program.SCRIPTS)
 
 
 def test_a_failed_role_is_shown_with_its_traceback(monkeypatch, tmp_path, capsys):

@@ -20,9 +20,9 @@ from agent_testing import (
 )
 
 from dreamerv3 import model
-from dreamerv3.config import load_config
+from dreamerv3.cli.config import load_config
 from embodied import Space
-from embodied.jax.names import flat_params, with_flat_params
+from embodied.jax.param_names import flat_params, with_flat_params
 
 MODULES = ("enc", "dyn", "dec", "rew", "con", "pol", "val")
 IMAGE_TASK = (

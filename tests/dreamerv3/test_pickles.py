@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dreamerv3 import pickles
-from dreamerv3.pickles import UnsafePickleError, loads, read_pickle
+from dreamerv3.policies import pickles
+from dreamerv3.policies.pickles import UnsafePickleError, loads, read_pickle
 from embodied.checkpoint import CheckpointError
 
 PLAIN = {
@@ -191,7 +191,7 @@ def crafted(body, protocol=4):
         named("numpy", "dtype.type.__class__"),
         named("numpy._core.multiarray", "scalar"),
         named("numpy._core.multiarray", "fromfile"),
-        named("dreamerv3.pickles", "loads"),
+        named("dreamerv3.policies.pickles", "loads"),
         named("builtins", "dict"),
         b"K\x01K\x02\x93",  # STACK_GLOBAL of numbers.
     ],

@@ -13,10 +13,10 @@ from agent_testing import (
     quick_jit,
 )
 
-from dreamerv3.cell import squash_action
-from dreamerv3.rssm import make_rssm
+from dreamerv3.fused import observe
+from dreamerv3.rssm import make_rssm, squash_action
 from embodied.jax.heads import action_vector
-from embodied.jax.names import flat_params
+from embodied.jax.param_names import flat_params
 
 ACTIONS, TOKENS, BATCH, LENGTH = 3, 5, 2, 4
 VARIANTS = [
@@ -98,8 +98,8 @@ def test_the_scan_equals_golden():
     latent = {"deter": inputs["deter"], "stoch": inputs["stoch"]}
     first = jnp.zeros((5, 1), bool)
     noise = dyn.noise(KEY, (1, 5))
-    states, logits = quick_jit(dyn.observe)(
-        latent, action[:, None], golden_tokens()[:, None], first, noise
+    states, logits = quick_jit(observe)(
+        dyn, latent, action[:, None], golden_tokens()[:, None], first, noise
     )
     assert_golden(states["deter"][:, 0], "core_deter")
     assert_golden(logits[:, 0], "post_logit")
@@ -112,7 +112,7 @@ def test_the_scan_equals_single_steps_and_so_do_its_gradients(changes):
     floats = {key: data[key] for key in ("latent", "action", "tokens")}
     rest = {key: data[key] for key in ("first", "noise")}
     rng = np.random.default_rng(1)
-    shapes = jax.eval_shape(lambda: dyn.observe(**data))
+    shapes = jax.eval_shape(lambda: observe(dyn, **data))
     weights = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), shapes
     )
@@ -126,7 +126,7 @@ def test_the_scan_equals_single_steps_and_so_do_its_gradients(changes):
     def both(dyn, floats):
         return [
             jax.grad(total, (1, 2), has_aux=True)(function, dyn, floats)
-            for function in (type(dyn).observe, plain_scan)
+            for function in (observe, plain_scan)
         ]
 
     (scan_grads, scan), (loop_grads, loop) = both(dyn, floats)
@@ -140,12 +140,12 @@ def test_the_scan_equals_single_steps_and_so_do_its_gradients(changes):
 def test_resets_in_the_middle_forget_state_and_action():
     dyn = rssm()
     data = sequences(dyn)
-    observe = quick_jit(dyn.observe)
-    states, _ = observe(**data)
+    run = quick_jit(observe)
+    states, _ = run(dyn, **data)
     assert np.all(np.sort(states["stoch"], -1) == [0, 0, 0, 1])
     changed = {**data, "action": data["action"].at[:, :3].add(1.0)}
     changed["latent"] = jax.tree.map(lambda x: x + 1, data["latent"])
-    others, _ = observe(**changed)
+    others, _ = run(dyn, **changed)
     same = np.all(states["deter"] == others["deter"], -1)
     # Row 0 begins an episode at step 2, row 1 never does.
     np.testing.assert_array_equal(same, [[0, 0, 1, 1], [0, 0, 0, 0]])
@@ -189,7 +189,7 @@ def test_imagination_with_given_actions_follows_the_prior():
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_the_scan_keeps_the_compute_dtype(changes):
     dyn = rssm("bfloat16", **changes)
-    states, logits = jax.eval_shape(lambda: dyn.observe(**sequences(dyn)))
+    states, logits = jax.eval_shape(lambda: observe(dyn, **sequences(dyn)))
     dtypes = {x.dtype for x in jax.tree.leaves((states, logits, dyn.initial(1)))}
     assert dtypes == {jnp.dtype("bfloat16")}
     latent = sequences(dyn)["latent"]

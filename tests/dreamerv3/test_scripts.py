@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from dreamerv3.config import read_config
+from dreamerv3.cli.config import read_config
 from dreamerv3.main import load_config, main, make_replay, make_stream
 from embodied.checkpoint import Checkpoint
 from embodied.replay import selectors

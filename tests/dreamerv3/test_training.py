@@ -20,7 +20,7 @@ from agent_testing import (
 )
 
 from dreamerv3 import model, training
-from embodied.jax.names import flat_params
+from embodied.jax.param_names import flat_params
 
 WORLD = {"enc", "dyn"}
 METRICS = {

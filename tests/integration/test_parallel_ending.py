@@ -10,7 +10,8 @@ from parallel_testing import Program, Saved, metrics, small, wait_until
 # The command line with an agent, or an environment, of the test.
 SCRIPT = """
 import sys, threading
-from dreamerv3 import main, parallel
+from dreamerv3 import main
+from dreamerv3.cli import scripts
 from tiny_testing import CountingAgent, Task
 
 {body}
@@ -29,8 +30,8 @@ class Hanging(CountingAgent):
             threading.Event().wait()
         return super().save()
 
-parallel.make_agent = lambda config, spaces: Hanging()
-parallel.make_env = lambda config, index: Task(index)
+scripts.make_agent = lambda config, spaces: Hanging()
+scripts.make_env = lambda config, index: Task(index)
 """
 
 FAILING = """
@@ -40,8 +41,8 @@ def fail(*args):
 class Failing(CountingAgent):
     {method} = fail
 
-parallel.make_env = lambda config, index: Task(index)
-parallel.make_agent = lambda config, spaces: Failing()
+scripts.make_env = lambda config, index: Task(index)
+scripts.make_agent = lambda config, spaces: Failing()
 """
 
 FAILING_ONCE = """
@@ -55,8 +56,8 @@ class FailingOnce(CountingAgent):
             raise OSError("the device was away for a moment")
         return super().{method}(*args)
 
-parallel.make_env = lambda config, index: Task(index)
-parallel.make_agent = lambda config, spaces: FailingOnce()
+scripts.make_env = lambda config, index: Task(index)
+scripts.make_agent = lambda config, spaces: FailingOnce()
 """
 
 

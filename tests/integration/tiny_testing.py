@@ -7,8 +7,8 @@ import functools
 import numpy as np
 
 import embodied
-from dreamerv3.config import load_config, make_args
-from dreamerv3.factories import make_logger, make_replay, make_stream
+from dreamerv3.cli.config import load_config, make_args
+from dreamerv3.cli.factories import make_logger, make_replay, make_stream
 
 LENGTH = 5  # Actions in an episode, which has one transition more.
 TRAIN_SCORE, EVAL_SCORE = 1.0 * LENGTH, 3.0 * LENGTH

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from embodied.jax import heads
-from embodied.jax.build import Builder, draw
-from embodied.jax.names import flat_params, with_flat_params
+from embodied.jax.nets import Builder, draw
+from embodied.jax.param_names import flat_params, with_flat_params
 from embodied.space import Space
 
 SPACES = (

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from program_testing import compilation_cache
 from toy_testing import UNITS, kernel, make_agent, make_batch, make_obs, train
 
-from embodied.jax.acting import Parameters, batch_sizes
 from embodied.jax.agent import JaxAgent
+from embodied.jax.policy_runner import Parameters, batch_sizes
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,7 +10,7 @@ from toy_testing import ALGORITHM, UNITS, kernel, make_agent, make_batch, train
 
 from embodied.jax.agent import AgentOptions, JaxAgent
 from embodied.jax.devices import Layout
-from embodied.jax.nonfinite import BATCH_FILE, NonfiniteError
+from embodied.jax.train_runner import BATCH_FILE, NonfiniteError
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,7 +45,7 @@ def test_large_integers_come_back_as_they_are():
 def test_state_and_carry_are_given_away():
     agent = make_agent()
     carry = agent.init_train(8)
-    state = dict(zip(agent._learner.names, agent._learner._leaves))
+    state = dict(zip(agent._trainer.names, agent._trainer._leaves))
     assert {"net/kernel", "opt/step"} <= state.keys()
     agent.train(carry, make_batch())
     assert carry["total"].is_deleted()

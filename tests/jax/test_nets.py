@@ -3,17 +3,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from embodied.jax.build import Builder, Recipe, draw
-from embodied.jax.names import cast_matrices, flat_params, with_flat_params
 from embodied.jax.nets import (
     ACTIVATIONS,
+    Builder,
     Conv,
     Linear,
     Norm,
+    Recipe,
     activate,
+    draw,
     symexp,
     symlog,
 )
+from embodied.jax.param_names import cast_matrices, flat_params, with_flat_params
 
 
 @pytest.fixture(autouse=True)

@@ -151,7 +151,7 @@ def print_results(rows: int, agents: list[dict]) -> None:
         agent.init_table(3)
         actions, _ = agent.policy_table([0, 1, 2], obs, "eval")
         carry, direct, _ = agent.policy(agent.init_policy(3), obs, "eval")
-        kernel = agent._learner._leaves[1]
+        kernel = agent._trainer._leaves[1]
         found = {
             "kernel": result["net/kernel"].tolist(),
             "loss": float(result["loss"]),

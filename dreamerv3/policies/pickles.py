@@ -1,4 +1,4 @@
-"""Reads pickles of arrays and plain values without running what they ask for.
+"""Reads pickles of arrays and plain values without running any code of theirs.
 
 Any process. A pickle is a program; this reader runs only those that build dicts, lists,
 tuples, text, numbers and NumPy arrays, in three steps:
@@ -56,7 +56,7 @@ class UnsafePickleError(CheckpointError):
 
 
 def read_pickle(path: str | os.PathLike[str]) -> Any:
-    """Returns what a pickle holds: dicts with text as keys, lists, tuples, arrays, ...
+    """Returns the content of a pickle: dicts with text as keys, lists, tuples, arrays.
 
     Arrays cannot be written to.
 
@@ -84,7 +84,7 @@ def read_pickle(path: str | os.PathLike[str]) -> Any:
 
 
 def loads(data: bytes) -> Any:
-    """Returns what a pickle holds; see `read_pickle`."""
+    """Returns the content of a pickle; see `read_pickle`."""
     with warnings.catch_warnings():
         # It decodes the arguments of instructions that it refuses, too.
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from embodied.jax.nets import symexp, symlog
-from embodied.jax.outs import (
+from embodied.jax.distributions import (
     Binary,
     BoundedNormal,
     Categorical,
@@ -15,6 +14,7 @@ from embodied.jax.outs import (
     squared_error,
     twohot_bins,
 )
+from embodied.jax.nets import symexp, symlog
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 

@@ -1,31 +1,44 @@
-"""Converts checkpoints of the reference implementation. In the main process.
+"""Checkpoints of the reference implementation: found, read and converted.
+
+In the main process.
 
     dreamerv3 --script import_checkpoint --configs size12m atari \
         --run.from_checkpoint REFERENCE --logdir NEW
 
 The flags describe the agent as they did in the reference; the new logdir can then be
-continued, evaluated, loaded, or given as `run.from_checkpoint`.
+continued, evaluated, loaded, or given as `run.from_checkpoint`. Files of the reference:
+
+    latest          the name of the newest of these folders
+    NAME/agent.pkl  a pickle: params by flat name, the optimiser's among them; counters
+    NAME/step.pkl   a pickle of the step, in some of its programs
+    NAME/done       there if the others are whole
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import elements
 import numpy as np
 
-from dreamerv3.config import ConfigError, prepare_logdir
-from dreamerv3.reference import read_reference
+from dreamerv3.cli.config import ConfigError
+from dreamerv3.cli.logdir import prepare_logdir
+from dreamerv3.policies.pickles import read_pickle
 from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.run.saving import AGENT, FOLDER
 
+LATEST, DONE = "latest", "done"
+AGENT_FILE, STEP_FILE = "agent.pkl", "step.pkl"
+LONGEST_NAME = 255  # Bytes of `latest`: it holds the name of a file.
+
 OPT = "opt/"  # Flat names of the optimiser's state begin with it, there and here.
-# What is not trained may be missing, and then starts anew.
+# Arrays that are not trained may be missing, and then start anew.
 UNTRAINED = re.compile(r"(opt|retnorm|valnorm|advnorm|slowval_count)/")
 # Moving averages of the optimiser, in the order in which it applies them.
 AVERAGE = re.compile(r"opt/state/(\d+)/1/(.+)")
@@ -40,8 +53,25 @@ logger = logging.getLogger("embodied.checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)
+class Reference:
+    """A checkpoint of the reference.
+
+    Attributes:
+      path: of the agent's file.
+      params: arrays by its flat names.
+      counters: by name.
+      step: of the run; None if it is not in the checkpoint.
+    """
+
+    path: Path
+    params: dict[str, np.ndarray]
+    counters: dict[str, int]
+    step: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Imported:
-    """What was imported. As text, it is a report.
+    """Arrays that were imported, and others. As text, it is a report.
 
     Attributes:
       source: the file.
@@ -95,18 +125,19 @@ def import_checkpoint(config: elements.Config) -> Imported:
     target = Checkpoint(config.logdir, FOLDER)
     if target.exists():
         raise CheckpointError(
-            f"logdir: expected one without checkpoints, got {config.logdir}, whose "
-            "would be replaced. Choose another --logdir."
+            f"logdir: {config.logdir} exists and its checkpoints would be overwritten. "
+            "Choose another --logdir."
         )
     reference = read_reference(config.run.from_checkpoint)
     arrays, unused = translate(reference.params)
     # Here, because errors until now should not wait for JAX.
-    from dreamerv3.acting import on_one_device
-    from dreamerv3.factories import make_agent
+    from dreamerv3.cli.factories import make_agent
+    from dreamerv3.policies.acting_agent import on_one_device
+    from embodied.jax.param_names import join_parts, split_parts
 
     # Nothing is computed, so that the accelerator can be left to others.
     agent = make_agent(on_one_device(config, "cpu"))
-    own = _named(agent.save())
+    own = join_parts(agent.save())
     chosen = _choose(arrays, own, config.run.from_checkpoint_regex)
     counters = {
         name: reference.counters[theirs]
@@ -116,7 +147,7 @@ def import_checkpoint(config: elements.Config) -> Imported:
     unused += [
         f"counters/{name}" for name in reference.counters if name not in COUNTERS
     ]
-    agent.load(_by_part({**own, **chosen}, counters))
+    agent.load({**split_parts({**own, **chosen}), "counters": counters})
     step = reference.step or 0
     prepare_logdir(config)
     target.save({AGENT: agent.save()}, {"step": step})
@@ -130,8 +161,70 @@ def import_checkpoint(config: elements.Config) -> Imported:
     )
 
 
+def read_reference(source: str | os.PathLike[str]) -> Reference:
+    """Reads the newest checkpoint in a folder of the reference, without running code.
+
+    Args:
+      source: a logdir, a folder of checkpoints, or a checkpoint.
+
+    Raises:
+      CheckpointError: there is none, or it is damaged.
+    """
+    path = find_reference(source) / AGENT_FILE
+    content = read_pickle(path)
+    if not isinstance(content, dict):
+        content = {}
+    params, counters = content.get("params"), content.get("counters", {})
+    if not _is_dict_of(params, _is_array) or not params:
+        raise CheckpointError(
+            f"{path}: expected a dict with 'params', arrays by name, got "
+            f"{_outline(content)}."
+        )
+    if not _is_dict_of(counters, _is_count):
+        raise CheckpointError(
+            f"{path}: expected 'counters', numbers by name, got {_outline(counters)}."
+        )
+    wrong = [name for name, value in params.items() if not np.isfinite(value).all()]
+    if wrong:
+        raise CheckpointError(
+            f"{path}: expected finite numbers, got others in {len(wrong)} arrays, such "
+            f"as {wrong[0]}. The run had failed before it was saved; use an earlier "
+            "checkpoint of it."
+        )
+    return Reference(path, params, counters, _read_step(path.with_name(STEP_FILE)))
+
+
+def find_reference(source: str | os.PathLike[str]) -> Path:
+    """Returns the folder of the newest whole checkpoint of the reference.
+
+    Args:
+      source: a logdir, a folder of checkpoints, or a checkpoint.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(
+            f"run.from_checkpoint: expected a checkpoint folder of the reference "
+            f"implementation, got {source}, which {found}."
+        )
+    if (path / AGENT_FILE).is_file():
+        return path
+    for folder in (path, path / FOLDER, path / FOLDER / AGENT, path / AGENT):
+        for candidate in _candidates(folder):
+            if (candidate / AGENT_FILE).is_file() and (candidate / DONE).exists():
+                return candidate
+    raise CheckpointError(
+        f"run.from_checkpoint: expected a checkpoint folder of the reference "
+        f"implementation, with a file {LATEST} and folders of {AGENT_FILE} and {DONE}, "
+        f"got {source}, which has none."
+    )
+
+
 def translate(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Gives arrays of the reference our names.
+    """Renames arrays of the reference to our names.
 
     Parameters, slow value and normalisers have the same names. Of the optimiser, the
     moving averages are numbered by their place in its chain, and each counts updates.
@@ -170,7 +263,7 @@ def translate(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _choose(
     arrays: Mapping[str, Any], own: Mapping[str, Any], regex: str
 ) -> dict[str, Any]:
-    """Returns what is imported, by name, if it fits the agent."""
+    """Returns the arrays to import, by name, if they fit the agent."""
     chosen = {
         name: value
         for name, value in arrays.items()
@@ -203,19 +296,46 @@ def _choose(
     return chosen
 
 
-def _named(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays of an agent by flat name, those of the optimiser included."""
-    return {
-        **data["params"],
-        **{OPT + name: value for name, value in data["opt"].items()},
-    }
+def _candidates(folder: Path) -> list[Path]:
+    """Checkpoints in a folder: the one that `latest` names, then from new to old."""
+    if not folder.is_dir():
+        return []
+    # Their names are times, so that they sort by age.
+    found = sorted((path for path in folder.iterdir() if path.is_dir()), reverse=True)
+    latest = ""
+    if (folder / LATEST).is_file():
+        with (folder / LATEST).open("rb") as file:
+            latest = file.read(LONGEST_NAME).decode("utf-8", "replace").strip()
+    return sorted(found, key=lambda path: path.name != latest)
 
 
-def _by_part(arrays: Mapping[str, Any], counters: Mapping[str, int]) -> dict[str, Any]:
-    """Inverse of `_named`, as agents load it."""
-    opt = {k.removeprefix(OPT): v for k, v in arrays.items() if k.startswith(OPT)}
-    params = {k: v for k, v in arrays.items() if not k.startswith(OPT)}
-    return {"params": params, "opt": opt, "counters": dict(counters)}
+def _read_step(path: Path) -> int | None:
+    if not path.is_file():
+        return None
+    step = read_pickle(path)
+    if not _is_count(step):
+        raise CheckpointError(
+            f"{path}: expected the number of steps, got {_outline(step)}."
+        )
+    return step
+
+
+def _is_dict_of(value: Any, accepts: Callable[[Any], bool]) -> TypeGuard[dict]:
+    return isinstance(value, dict) and all(map(accepts, value.values()))
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _outline(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a dict of {', '.join(sorted(value)[:5]) or 'nothing'}"
+    return f"a {type(value).__name__}"
 
 
 def _listing(names: Sequence[str]) -> str:

@@ -1,14 +1,25 @@
-"""Which values of the configuration do not go together. Any process."""
+"""Values that each key of the configuration may have, and which go together.
+
+Any process. `configs.yaml` has the default, the explanation and the allowed values of
+each key in one place: this module reads them from there, and knows in code only the
+kinds of values and the combinations of keys that cannot work.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import math
+import operator
 import pathlib
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from embodied.envs import registry
+
+CONFIGS = pathlib.Path(__file__).parent.with_name("configs.yaml")
 
 Flat = dict[str, Any]  # Values by full key, such as 'run.envs'.
 
@@ -29,6 +40,208 @@ SHARED_ADDRESSES = {
 }
 
 SMALLEST_MAP, LARGEST_MAP = 3, 16  # Sides of the smallest feature map of an image.
+
+_LINE = re.compile(r"( *)([^\s:#][^:]*):(?: (.*?))?(?:(?:^| +)# (.*))?")
+_INDENT = 2  # Spaces per level in configs.yaml.
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The values that a key may have.
+
+    Attributes:
+      allowed: completes the sentence "expected ...".
+      accepts: tells whether a value, already of the key's type, is allowed.
+      names: the allowed values, where there are few.
+      word: the text that is allowed beside numbers.
+    """
+
+    allowed: str
+    accepts: Callable[[Any], bool]
+    names: tuple[str, ...] = ()
+    word: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A key of the defaults, or a group of keys.
+
+    Attributes:
+      name: the full key.
+      default: the default as it is written, empty for a group.
+      explanation: the comment.
+      rule: from the brackets at the end of the comment; None where any value of the
+        default's type will do.
+    """
+
+    name: str
+    default: str
+    explanation: str
+    rule: Rule | None
+
+
+@functools.cache
+def read_keys() -> dict[str, Key]:
+    """Reads the keys of the defaults with their comments, in the order of the file.
+
+    A comment stands on the key's own line or directly above it. This reads lines, and
+    not YAML, because parsers drop comments; every key has a line of its own.
+    """
+    keys: dict[str, Key] = {}
+    path: list[str] = []
+    comment = ""
+    for line in _default_lines():
+        if line.lstrip().startswith("#"):
+            comment = f"{comment} {line.strip('# ')}".strip()
+            continue
+        match = _LINE.fullmatch(line)
+        if match:
+            indent, name, default, beside = match.groups()
+            path = [*path[: len(indent) // _INDENT - 1], name]
+            comment = " ".join(filter(None, (comment, beside)))
+            rule = None
+            if comment.endswith("]"):
+                comment, _, allowed = comment.removesuffix("]").rpartition(" [")
+                rule = parse_rule(allowed)
+            full = ".".join(path)
+            keys[full] = Key(full, default or "", comment, rule)
+        comment = ""
+    return keys
+
+
+def block_names() -> list[str]:
+    """Returns the names of the blocks for `--configs`."""
+    found = re.findall(r"^(\w+):", CONFIGS.read_text(encoding="utf-8"), re.MULTILINE)
+    return [name for name in found if name != "defaults"]
+
+
+def parse_rule(text: str) -> Rule:
+    """Makes a rule of the text in the brackets of `configs.yaml`.
+
+    Raises:
+      ValueError: the text has none of the forms that the file explains.
+    """
+    if text in KINDS:
+        return KINDS[text]
+    form, _, rest = text.partition(" of ")
+    names = tuple(rest.split(", "))
+    if form == "one":
+        return _one_of(names)
+    if form == "several":
+        return Rule(
+            f"one or more, without repetition, of {rest}",
+            lambda value: len(set(value)) == len(value) and set(value) <= set(names),
+            names,
+        )
+    if text.startswith("only "):
+        name = text.removeprefix("only ")
+        return Rule(text, lambda value: value == name, (name,))
+    return _number_rule(text)
+
+
+def _number_rule(text: str) -> Rule:
+    """Makes a rule such as `>= 0, < 1`, which holds for each number of a list."""
+    tests: list[Callable[[Any], bool]] = []
+    words = []
+    for term in text.split(", "):
+        sign, _, bound = term.partition(" ")
+        if term == "odd":
+            tests.append(lambda value: value % 2 == 1)
+            words.append("odd")
+        elif sign in _COMPARISONS and bound:
+            word, compare = _COMPARISONS[sign]
+            limit = float(bound)
+            tests.append(_compared(compare, limit))
+            words.append(f"{word} {limit:g}")
+        else:
+            raise ValueError(f"configs.yaml: expected allowed values, got [{text}].")
+
+    def accepts(value: Any) -> bool:
+        values = value if isinstance(value, tuple) else (value,)
+        return all(test(item) for test in tests for item in values)
+
+    allowed = re.sub("^at least (.*) and up to", r"from \1 to", " and ".join(words))
+    return Rule(allowed, accepts)
+
+
+def _compared(compare: Callable[[Any, Any], bool], limit: float) -> Callable:
+    return lambda value: compare(value, limit)
+
+
+_COMPARISONS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    ">=": ("at least", operator.ge),
+    ">": ("more than", operator.gt),
+    "<=": ("up to", operator.le),
+    "<": ("below", operator.lt),
+}
+
+
+def _one_of(names: tuple[str, ...]) -> Rule:
+    allowed = f"one of {', '.join(names)}"
+    return Rule(allowed, lambda value: value in names, names)
+
+
+def _matching(allowed: str, pattern: str) -> Rule:
+    """Text that a regular expression matches as a whole."""
+    return Rule(allowed, lambda value: bool(re.fullmatch(pattern, value)))
+
+
+def _is_regex(value: str) -> bool:
+    try:
+        re.compile(value)
+    except re.error:
+        return False
+    return True
+
+
+def _is_mesh(value: str) -> bool:
+    sizes = value.split(",")
+    whole = all(re.fullmatch(r"-1|[1-9]\d{0,5}", size) for size in sizes)
+    return len(sizes) == 3 and whole and sizes.count("-1") <= 1
+
+
+_PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
+_HOST = r"([^\s:\[\]]+|\[[0-9a-fA-F:.]+\])"
+
+# Kinds of values that several keys have, or that only code can check.
+KINDS = {
+    "text": _matching("a text that is not empty", r".*\S.*"),
+    "regex": Rule("a regular expression", _is_regex),
+    "port": _matching("a port number, or empty", rf"{_PORT}?"),
+    "address": _matching(
+        "HOST:PORT, or HOST:{auto} for a free port", rf"{_HOST}:({_PORT}|\{{auto\}})"
+    ),
+    "coordinator": _matching("HOST:PORT, or empty", rf"({_HOST}:{_PORT})?"),
+    "bytes": Rule(
+        "auto, or a whole number of at least 1",
+        lambda value: value == "auto" or value >= 1,
+        word="auto",
+    ),
+    "mesh": Rule("three sizes such as -1,1,1 of which at most one is -1", _is_mesh),
+    "devices": Rule(
+        "different indices of at least 0",
+        lambda value: len(set(value)) == len(value) and min(value) >= 0,
+    ),
+    "sides": Rule(
+        "two numbers of at least 1", lambda value: len(value) == 2 and min(value) >= 1
+    ),
+    "initialisation": _one_of(
+        tuple(
+            f"{distribution}_{fan}"
+            for distribution in ("trunc_normal", "normal", "uniform")
+            for fan in ("in", "out", "avg")
+        )
+    ),
+}
+
+
+def _default_lines() -> Iterator[str]:
+    inside = False
+    for line in CONFIGS.read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith((" ", "#")):
+            inside = line == "defaults:"
+        elif inside:
+            yield line
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,8 +1,11 @@
-"""The state of training and what changes it. Agent process, in the learner's thread."""
+"""Holds the state of training and runs updates. Agent process, learner's thread."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+import pathlib
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +16,6 @@ import numpy as np
 from embodied.base import Array
 from embodied.jax import devices
 from embodied.jax.algorithm import Algorithm
-from embodied.jax.batches import SEED, Placer, seed_words
 from embodied.jax.compiling import (
     Packed,
     Signature,
@@ -23,24 +25,28 @@ from embodied.jax.compiling import (
     pack,
     signature,
 )
+from embodied.jax.device_stream import SEED, Placer, seed_words
 from embodied.jax.devices import Layout
-from embodied.jax.names import flat_name
 from embodied.jax.nets import Tree
+from embodied.jax.param_names import flat_name
+
+logger = logging.getLogger(__name__)
 
 NONFINITE = "opt/nonfinite"  # Metric: updates in a row that were not finite.
 TRAIN_SEED, REPORT_SEED = 1, 2
+BATCH_FILE = "nonfinite_batch.npz"
 
 
 @dataclasses.dataclass(frozen=True)
-class Update:
-    """What an update returned, still on the devices, and the batch it was made of."""
+class PendingUpdate:
+    """Results of an update, still on the devices, and the batch it was made of."""
 
     batch: Mapping[str, Array]
     outputs: dict[str, Any]
     metrics: Packed
 
 
-class Learner:
+class TrainRunner:
     """Holds the state and compiles the functions that read or change it.
 
     Methods may be called from several threads. `_lock` guards the state, the update
@@ -84,7 +90,7 @@ class Learner:
         self._watch = watch
         self._options = options
         self._lock = threading.Lock()
-        self._pending: Update | None = None
+        self._pending: PendingUpdate | None = None
         self._steps: dict[tuple[str, Signature], Callable[..., Any]] = {}
         key = jax.random.key(seed)
         shapes = jax.eval_shape(algorithm.init, key)
@@ -142,7 +148,10 @@ class Learner:
             self._leaves, carry, outputs, metrics, params = results
             self.updates += 1
             devices.start_fetch((outputs, metrics))
-            before, self._pending = self._pending, Update(batch, outputs, metrics)
+            before, self._pending = (
+                self._pending,
+                PendingUpdate(batch, outputs, metrics),
+            )
             if self._publish is not None:
                 self._publish(params)
         return carry, *self._finish(before)
@@ -270,7 +279,7 @@ class Learner:
         return batch, seed
 
     def _finish(
-        self, update: Update | None
+        self, update: PendingUpdate | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Waits for an update."""
         if update is None:
@@ -278,3 +287,60 @@ class Learner:
         metrics = devices.fetch(update.metrics).unpack()
         self._watch(int(metrics.get(NONFINITE, 0)), update.batch)
         return devices.fetch(update.outputs), metrics
+
+
+class NonfiniteError(RuntimeError):
+    """Too many updates in a row were not finite."""
+
+
+class NonfiniteWatch:
+    """Counts updates that were skipped, and ends training after too many in a row.
+
+    Args:
+      limit: updates in a row at which to end; 0 for never.
+      folder: where to write the batch of the last of them.
+    """
+
+    def __init__(self, limit: int, folder: str | os.PathLike[str]):
+        self.skipped = 0
+        self._limit = limit
+        self._folder = pathlib.Path(folder)
+
+    def __call__(self, streak: int, batch: Mapping[str, Array]) -> None:
+        """Notes an update.
+
+        Args:
+          streak: updates in a row that were skipped, this one included; 0 if it was
+            finite.
+          batch: what the update was made of.
+
+        Raises:
+          NonfiniteError: there were too many.
+        """
+        if not streak:
+            return
+        self.skipped += 1
+        if self.skipped.bit_count() == 1:  # At 1, 2, 4, 8 and so on.
+            logger.warning(
+                "Skipped an update that was not finite: %d in a row, %d in all.",
+                streak,
+                self.skipped,
+            )
+        if self._limit and streak >= self._limit:
+            raise NonfiniteError(
+                f"run.max_nonfinite: expected fewer than {self._limit} updates in a "
+                f"row without finite loss and gradients, got {streak}. The batch of "
+                f"the last one is in {self._write(batch)}. Look there for large "
+                "values, lower agent.opt.lr, or go back to a checkpoint."
+            )
+
+    def _write(self, batch: Mapping[str, Array]) -> pathlib.Path:
+        """Writes a batch in types that NumPy itself has."""
+        arrays = devices.fetch(dict(batch))
+        for key, value in arrays.items():
+            if value.dtype.kind == "V":
+                arrays[key] = value.astype(np.float32)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / BATCH_FILE
+        np.savez_compressed(path, **arrays)
+        return path

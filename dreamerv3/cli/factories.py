@@ -1,4 +1,4 @@
-"""Makes what a program consists of from the configuration. Any process.
+"""Makes agent, environments, replay, streams and logger of a program. Any process.
 
 Everything heavy is imported where it is used, so that help and errors come at once.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import elements
 import numpy as np
 
-from dreamerv3.config import ConfigError
+from dreamerv3.cli.config import ConfigError
 from embodied import logger as loggers
 from embodied.base import Agent, Env, Spaces, Stream, TaskError
 from embodied.envs import registry
@@ -69,7 +69,7 @@ def make_acting_agent(config: elements.Config) -> Agent:
     """Makes an agent that acts like that of `make_agent`, but cannot be trained."""
     if config.random_agent:
         return make_agent(config)
-    from dreamerv3.acting import ActingAgent
+    from dreamerv3.policies.acting_agent import ActingAgent
 
     spaces = make_spaces(config)
     with _refusals():
@@ -219,7 +219,7 @@ def make_logger(config: elements.Config) -> loggers.Logger:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Makes what an agent refuses to work with a mistake of the configuration."""
+    """Turns errors of an agent about its settings into errors of the configuration."""
     from embodied.jax.setup import SetupError
 
     try:

@@ -1,7 +1,7 @@
-"""Who writes to a logdir, and which configuration it keeps. Any process.
+"""The logdir of a run: its lock, and the configuration that it keeps. Any process.
 
-with kept_config(logdir):
-    claim(logdir)
+with kept_config(config.logdir):
+    prepare_logdir(config)
     ...                     # Trains, or fails.
 """
 
@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import pathlib
 import socket
 from collections.abc import Iterator
+from typing import Any
 
-FILENAME = "config.yaml"
+import elements
+from ruamel.yaml import YAML
+
+from dreamerv3.cli.config import FILENAME, ConfigError, read_config
+from dreamerv3.cli.schema import ENV_SCRIPTS, OWNING_SCRIPTS
+
 LOCK = ".lock"
 MANIFEST = pathlib.Path("ckpt", "manifest.json")
 
@@ -23,6 +30,46 @@ _claimed: dict[pathlib.Path, int] = {}  # Descriptors of locks that this process
 
 class LogdirInUse(Exception):
     """Another program writes to a logdir."""
+
+
+def prepare_logdir(config: elements.Config) -> pathlib.Path:
+    """Creates the logdir and writes `config.yaml` into it.
+
+    Only the first replica of a program that owns the run writes; hosts that merely
+    step environments leave the file of the run as it is.
+
+    Returns:
+      The logdir.
+
+    Raises:
+      ConfigError: it belongs to another task, is damaged, in use, or cannot be
+        written.
+    """
+    # Here, because help and errors should not wait for the libraries behind it.
+    from embodied.checkpoint import CheckpointError, write_file
+
+    logdir = pathlib.Path(config.logdir)
+    try:
+        logdir.mkdir(parents=True, exist_ok=True)
+        if (logdir / FILENAME).exists():
+            task = read_config(logdir / FILENAME).task
+            if task != config.task:
+                raise ConfigError(
+                    f"logdir: {logdir} belongs to a run of task {task!r}, not "
+                    f"{config.task!r}. Choose another --logdir."
+                )
+        if config.replica == 0 and config.script in OWNING_SCRIPTS:
+            claim(logdir)
+        if config.replica == 0 and config.script not in ENV_SCRIPTS:
+            write_file(logdir, FILENAME, _to_yaml(config))
+    except LogdirInUse as error:
+        raise ConfigError(f"logdir: {error}") from error
+    except (OSError, CheckpointError) as error:
+        raise ConfigError(
+            f"logdir: expected a folder that can be written, got {logdir} ({error}). "
+            f"Choose another --logdir."
+        ) from error
+    return logdir
 
 
 def claim(logdir: pathlib.Path) -> None:
@@ -54,7 +101,7 @@ def claim(logdir: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def kept_config(logdir: str) -> Iterator[None]:
-    """Lets the configuration of a logdir stay that of its newest checkpoint.
+    """Keeps the configuration of a logdir that of its newest checkpoint.
 
     A program that ends without a checkpoint of its own, since it could not continue the
     run or has other business there, leaves the configuration as it found it.
@@ -78,3 +125,12 @@ def _read(path: pathlib.Path) -> bytes:
     with contextlib.suppress(OSError):
         return path.read_bytes()
     return b""
+
+
+def _to_yaml(config: elements.Config) -> bytes:
+    yaml: Any = YAML(typ="safe")
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    content = io.BytesIO()
+    yaml.dump(dict(config), content)
+    return content.getvalue()

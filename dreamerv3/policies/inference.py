@@ -17,10 +17,10 @@ from typing import Any
 import elements
 import numpy as np
 
-from dreamerv3.config import run_config
-from dreamerv3.conversion import ActionConverter
-from dreamerv3.spaces import spaces_from_tree
-from embodied.base import Agent, Array, Spaces, Tree
+from dreamerv3.cli.config import run_config
+from dreamerv3.policies.spaces import spaces_from_tree
+from embodied import wrappers
+from embodied.base import Agent, Array, Env, Spaces, Tree
 from embodied.checkpoint import CheckpointError
 from embodied.envs.keys import SIGNALS
 from embodied.run.saving import SavedAgent, read_agent
@@ -39,7 +39,7 @@ def load(
     sample: bool | None = None,
     seed: int = 0,
     act_space: Mapping[str, Any] | None = None,
-) -> Policy:
+) -> LoadedPolicy:
     """Loads the policy of a run's newest checkpoint.
 
     It needs neither the replay nor the environments of the run, and no memory for an
@@ -81,10 +81,12 @@ def load(
     obs_space, act_spaces = agent_spaces(config, saved)
     converter = None if act_space is None else ActionConverter(act_spaces, act_space)
     agent = _make_agent(config, saved, platform, obs_space, act_spaces, seed)
-    return Policy(agent, obs_space, act_spaces, mode, batch, saved.step, converter)
+    return LoadedPolicy(
+        agent, obs_space, act_spaces, mode, batch, saved.step, converter
+    )
 
 
-class Policy:
+class LoadedPolicy:
     """Chooses actions for the environments of one thread.
 
     It remembers what it has seen in the episode: call `reset` when one begins.
@@ -105,7 +107,7 @@ class Policy:
         step: int = 0,
         converter: ActionConverter | None = None,
     ):
-        # The policy need not be given what tells about the episode.
+        # Signals about the episode need not be given.
         self.obs_space = {k: v for k, v in obs_space.items() if k not in SIGNALS}
         self.act_space = dict(converter.spaces if converter else act_space)
         self.step = step
@@ -219,14 +221,14 @@ def agent_spaces(config: elements.Config, saved: SavedAgent) -> tuple[Spaces, Sp
     found: Tree = saved.data.get("spaces")
     if found is not None:
         return spaces_from_tree(found["obs"]), spaces_from_tree(found["act"])
-    from dreamerv3.factories import make_spaces
+    from dreamerv3.cli.factories import make_spaces
 
     return make_spaces(config)
 
 
 @contextlib.contextmanager
 def must_fit(saved: SavedAgent) -> Iterator[None]:
-    """Says which checkpoint it is whose weights an agent refuses."""
+    """Names the checkpoint whose weights an agent refuses."""
     try:
         yield
     except ValueError as error:
@@ -249,10 +251,129 @@ def _make_agent(
 
         return RandomAgent(obs_space, act_space, seed=seed)
     # Here, for random agents to need no JAX.
-    from dreamerv3.acting import ActingAgent, on_one_device
+    from dreamerv3.policies.acting_agent import ActingAgent, on_one_device
 
     config = on_one_device(config, platform)
     agent = ActingAgent(obs_space, act_space, config, seed=seed)
     with must_fit(saved):
         agent.load(saved.data)
     return agent
+
+
+class ActionConverter:
+    """Converts actions as our wrappers of environments do.
+
+    Args:
+      inner: spaces of the agent.
+      outer: spaces of the environment without wrappers. Those of discrete actions may
+        be left out.
+
+    Raises:
+      ValueError: a continuous action has no space, or a space does not fit.
+    """
+
+    def __init__(self, inner: Spaces, outer: Mapping[str, Any]):
+        _check_spaces(inner, outer)
+        self._keys = [key for key, space in inner.items() if not space.discrete]
+        missing = [key for key in self._keys if key not in outer]
+        if missing:
+            raise ValueError(
+                f"act_space expected the spaces of {', '.join(self._keys)}, got "
+                f"{', '.join(outer) or 'none'}: {', '.join(missing)} is missing."
+            )
+        spaces = {key: _continuous(key, outer[key]) for key in self._keys}
+        env: Env = _Echo(spaces)
+        for key in self._keys:
+            env = wrappers.NormalizeAction(env, key)
+        env = wrappers.UnifyDtypes(env)
+        for key in self._keys:
+            env = wrappers.ClipAction(env, key)
+            if env.act_space[key].shape != inner[key].shape:
+                raise ValueError(
+                    f"act_space expected {key!r} of shape {inner[key].shape}, as the "
+                    f"agent was trained with, got {spaces[key]}."
+                )
+        self.spaces = {**inner, **spaces}
+        self._env = env
+
+    def __call__(self, actions: Mapping[str, Array]) -> dict[str, Array]:
+        """Converts actions [B, ...]."""
+        rows = len(next(iter(actions.values())))
+        converted = [
+            self._env.step({key: actions[key][row] for key in self._keys})
+            for row in range(rows)
+        ]
+        changed = {key: np.stack([row[key] for row in converted]) for key in self._keys}
+        return {**actions, **changed}
+
+
+def _check_spaces(inner: Spaces, outer: Mapping[str, Any]) -> None:
+    """Raises an error if spaces are not those of the actions of an agent."""
+    if not isinstance(outer, Mapping):
+        example = f"{{{next(iter(inner))!r}: env.action_space}}"
+        raise ValueError(
+            f"act_space expected a dict of spaces by key, such as {example}, got "
+            f"{outer!r}."
+        )
+    unknown = [key for key in outer if key not in inner and key != "reset"]
+    if unknown:
+        raise ValueError(
+            f"act_space expected keys of the agent's actions, {', '.join(inner)}, got "
+            f"{', '.join(map(repr, unknown))}."
+        )
+    for key, space in inner.items():
+        if space.discrete and key in outer:
+            found = _classes(outer[key])
+            if not np.array_equal(found, space.classes):
+                raise ValueError(
+                    f"act_space expected {key!r} with {space.classes} classes, as the "
+                    f"agent was trained with, got {outer[key]!r}."
+                )
+
+
+def _classes(space: Any) -> Any:
+    """Returns numbers of classes like `Space.classes`; None where there are none."""
+    shape = getattr(space, "shape", None)
+    if isinstance(space, Space | elements.Space):
+        return space.classes if space.discrete else None
+    if hasattr(space, "nvec"):  # Gymnasium's MultiDiscrete.
+        return space.nvec
+    if hasattr(space, "n"):  # Its Discrete and, with any shape, MultiBinary.
+        return np.full(shape, 2) if shape else int(space.n)
+    if hasattr(space, "high") and np.dtype(space.dtype).kind in "iu":  # Its Box.
+        return space.high.astype(object) - space.low.astype(object) + 1
+    return None
+
+
+def _continuous(key: str, space: Any) -> Space:
+    try:
+        found = Space.of(space)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found.discrete:
+        raise ValueError(
+            f"act_space expected {key!r} as a space of floats, such as a Box of "
+            f"Gymnasium, got {space!r}."
+        )
+    return found
+
+
+class _Echo(Env):
+    """Returns actions as observations, to see what wrappers make of them."""
+
+    def __init__(self, act_space: Spaces):
+        self._act_space = act_space
+
+    @property
+    def obs_space(self) -> Spaces:
+        """None, so that nothing is done to what is returned."""
+        return {}
+
+    @property
+    def act_space(self) -> Spaces:
+        """As given."""
+        return dict(self._act_space)
+
+    def step(self, action: dict[str, Array]) -> dict[str, Array]:
+        """Returns the action."""
+        return action

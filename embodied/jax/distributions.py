@@ -16,14 +16,13 @@ import numpy as np
 
 from embodied.jax.nets import Array, f32, sg
 
+# A part of the tree's structure, not of its arrays.
+static_field = functools.partial(dataclasses.field, metadata={"static": True})
+
 BIN_RANGE = 20.0  # Bins of two-hot distributions reach from -symexp(20) to symexp(20).
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["logprobs"],
-    meta_fields=["event", "lowest"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Categorical:
     """Independent categorical variables.
@@ -35,8 +34,8 @@ class Categorical:
     """
 
     logprobs: Array
-    event: int = 0
-    lowest: float = 0.0
+    event: int = static_field(default=0)
+    lowest: float = static_field(default=0.0)
 
     @classmethod
     def of(cls, logits: Array, unimix: float = 0.0, event: int = 0) -> Categorical:
@@ -93,11 +92,7 @@ class Categorical:
         return x.sum(tuple(range(x.ndim - self.event, x.ndim)))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["mean", "std"],
-    meta_fields=["event", "minstd", "maxstd"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BoundedNormal:
     """Normal with a mean in -1..1 and bounds on its deviation; not squashed.
@@ -112,9 +107,9 @@ class BoundedNormal:
 
     mean: Array
     std: Array
-    event: int
-    minstd: float
-    maxstd: float
+    event: int = static_field()
+    minstd: float = static_field()
+    maxstd: float = static_field()
 
     @classmethod
     def of(
@@ -152,9 +147,7 @@ class BoundedNormal:
         return x.sum(tuple(range(x.ndim - self.event, x.ndim)))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["logit"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Binary:
     """Bernoulli variable.
@@ -177,9 +170,7 @@ class Binary:
         return -(target * positive + (1 - target) * negative)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["logits"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TwoHot:
     """Scalar as a distribution over bins that are spaced by symexp.

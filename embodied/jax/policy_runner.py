@@ -1,4 +1,4 @@
-"""The policy on its own copy of the parameters. Agent process, in the actor's threads.
+"""Runs the policy on its own copy of the parameters. Agent process, actor's threads.
 
 learner's thread       publish(params) ---+
                                           v
@@ -8,6 +8,7 @@ actor's threads        policy, table_step on the newest of them
 from __future__ import annotations
 
 import collections
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,15 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from embodied.base import Array
-from embodied.jax import devices
+from embodied.jax import devices, values
 from embodied.jax.algorithm import Algorithm
-from embodied.jax.batches import seed_words
 from embodied.jax.compiling import compile_ahead
+from embodied.jax.device_stream import seed_words
 from embodied.jax.devices import Layout
 from embodied.jax.nets import Tree
-from embodied.jax.observations import Observations
+from embodied.space import Space
+
+logger = logging.getLogger(__name__)
 
 POLICY_SEED = 3
+REWARD = "reward"
+MISSING = -np.inf  # Marks a float that an environment could not observe.
 
 Arrays = dict[str, np.ndarray]
 
@@ -60,7 +65,7 @@ class Parameters:
             return self._versions[0]
 
     def _drop_older(self) -> None:
-        """Makes the newest version that can be used the first one."""
+        """Drops versions before the newest one that can be used."""
         while len(self._versions) > 1:
             ready = self._wait or all(leaf.is_ready() for leaf in self._versions[1])
             if not ready:
@@ -68,7 +73,7 @@ class Parameters:
             self._versions.popleft()
 
 
-class Actor:
+class PolicyRunner:
     """Runs the policy, with carries of the caller or with a table of its own.
 
     Methods may be called from several threads. `_count_lock` guards the count that
@@ -94,7 +99,7 @@ class Actor:
         options: Mapping[str, Any] | None = None,
     ):
         self.calls = 0
-        self.observations = Observations(algorithm.observations)
+        self.observations = ObservationFilter(algorithm.observations)
         self._algorithm = algorithm
         self._layout = layout
         self._parameters = parameters
@@ -151,7 +156,7 @@ class Actor:
                     self._compile_table(size, mode)
 
     def reset(self, slots: Any) -> None:
-        """Lets slots of the table begin anew with their next step."""
+        """Restarts slots of the table with their next step."""
         with self._table_lock:
             self._fresh[self._check(slots)] = True
 
@@ -302,3 +307,92 @@ def _padded(x: np.ndarray, size: int, value: Any) -> np.ndarray:
         return x
     padding = np.full((size - len(x), *x.shape[1:]), value, x.dtype)
     return np.concatenate([x, padding])
+
+
+class ObservationFilter:
+    """Checks observations, and marks values that are not finite as missing.
+
+    May be called from several threads: `_lock` guards the counts, and the
+    keys and environments that were reported.
+
+    Args:
+      spaces: what the policy reads, by key.
+    """
+
+    def __init__(self, spaces: Mapping[str, Space]):
+        self._spaces = dict(spaces)
+        self._dtypes = {k: values.jax_dtype(space) for k, space in spaces.items()}
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._reported: set[tuple[str, int]] = set()
+
+    def __call__(
+        self, obs: Mapping[str, Any], envids: Any = None
+    ) -> dict[str, np.ndarray]:
+        """Returns the inputs of the policy, [B, ...] by key, in its dtypes.
+
+        Args:
+          obs: may have further keys.
+          envids: which environment each row is of, [B], for messages; by default
+            they are numbered as the rows are.
+
+        Raises:
+          ValueError: a key is missing, or has another shape than its space.
+        """
+        missing = sorted(set(self._spaces) - set(obs))
+        if missing:
+            raise ValueError(
+                f"policy expected observations {', '.join(self._spaces)}, got "
+                f"{', '.join(sorted(obs))}: {', '.join(missing)} is missing."
+            )
+        rows = len(obs["is_first"])
+        result = {}
+        for key, space in self._spaces.items():
+            value = np.asarray(obs[key])
+            if value.shape != (rows, *space.shape):
+                raise ValueError(
+                    f"policy expected observation {key!r} of shape "
+                    f"{(rows, *space.shape)}, got {value.shape}. All rows of a batch "
+                    "have the shapes of their spaces."
+                )
+            if value.dtype.kind == "f":
+                value = self._clean(key, value, envids)
+            result[key] = value.astype(self._dtypes[key], copy=False)
+        if REWARD in obs:  # Not read here, but known by environment only here.
+            self._clean(REWARD, np.asarray(obs[REWARD]), envids)
+        return result
+
+    def zeros(self, rows: int) -> dict[str, np.ndarray]:
+        """Returns zeros for so many rows, as the policy reads them."""
+        return {
+            key: np.zeros((rows, *space.shape), self._dtypes[key])
+            for key, space in self._spaces.items()
+        }
+
+    def counts(self) -> dict[str, int]:
+        """Number of observations that were not finite, by key."""
+        with self._lock:
+            return dict(self._counts)
+
+    def _clean(self, key: str, value: np.ndarray, envids: Array | None) -> np.ndarray:
+        if np.isfinite(value).all():
+            return value
+        bad = np.isnan(value) | np.isposinf(value)  # Minus infinity means missing.
+        rows = np.flatnonzero(bad.reshape((len(bad), -1)).any(-1))
+        if not len(rows):
+            return value
+        envs = rows if envids is None else np.asarray(envids).reshape(-1)[rows]
+        with self._lock:
+            self._counts[key] = self._counts.get(key, 0) + len(rows)
+            news = [env for env in envs.tolist() if (key, env) not in self._reported]
+            self._reported.update((key, env) for env in news)
+        if news:
+            logger.warning(
+                "Observation %r of environment %s is not finite (%s). It is taken as "
+                "missing, a reward as zero; further ones are only counted. Check the "
+                "environment.",
+                key,
+                ", ".join(map(str, news)),
+                value[bad][0],
+            )
+        return np.where(bad, value.dtype.type(MISSING), value)

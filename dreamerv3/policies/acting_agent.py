@@ -9,12 +9,11 @@ import elements
 import jax
 import numpy as np
 
-from dreamerv3.agent import make_algorithm
+from dreamerv3.agent import make_algorithm, set_up_devices
 from embodied.base import Agent, Array, Spaces, Tree
-from embodied.jax import devices, loading
-from embodied.jax.acting import Actor, Parameters
-from embodied.jax.names import flat_name
-from embodied.jax.setup import setup
+from embodied.jax import devices
+from embodied.jax.param_names import choose_arrays, flat_name, name_matches
+from embodied.jax.policy_runner import Parameters, PolicyRunner
 
 
 def on_one_device(config: elements.Config, platform: str) -> elements.Config:
@@ -57,11 +56,7 @@ class ActingAgent(Agent):
         self, obs_space: Spaces, act_space: Spaces, config: Any, *, seed: int = 0
     ):
         given = config["jax"]
-        names = (
-            *("platform", "compute_dtype", "mock_devices", "prealloc", "jit"),
-            *("debug", "deterministic"),
-        )
-        backend = setup(**{name: given[name] for name in names})
+        backend = set_up_devices(config)
         # Without context, the policy returns nothing for a replay.
         algorithm = make_algorithm(
             obs_space, act_space, {**config, "replay_context": 0}, backend
@@ -78,7 +73,9 @@ class ActingAgent(Agent):
         self._parameters = Parameters(lambda leaves: leaves, wait=True)
         # The seeds of the whole agent, for the same actions.
         seeds = (seed, jax.process_index())
-        self._actor = Actor(algorithm, self._layout, params, self._parameters, seeds)
+        self._runner = PolicyRunner(
+            algorithm, self._layout, params, self._parameters, seeds
+        )
         self._loaded = False
 
     def load(self, data: Tree, regex: str | None = None) -> None:
@@ -105,7 +102,7 @@ class ActingAgent(Agent):
 
         Arguments and errors are those of `load`.
         """
-        names = [name for name in self._leaves if loading.matches(regex, name)]
+        names = [name for name in self._leaves if name_matches(regex, name)]
         if not names:
             raise ValueError(
                 "run.from_checkpoint_regex: expected to match names such as "
@@ -115,12 +112,12 @@ class ActingAgent(Agent):
         given = {name: data["params"][name] for name in names if name in data["params"]}
         return {
             name: np.asarray(value).astype(self._leaves[name].dtype)
-            for name, value in loading.choose(given, shapes, None).items()
+            for name, value in choose_arrays(given, shapes, None).items()
         }
 
     def init_policy(self, batch_size: int) -> Tree:
         """Returns the carry of environments before their first step, on the device."""
-        return self._actor.init_carry(batch_size)
+        return self._runner.init_carry(batch_size)
 
     def policy(
         self, carry: Tree, obs: Mapping[str, Array], mode: str = "eval"
@@ -134,7 +131,7 @@ class ActingAgent(Agent):
             raise RuntimeError(
                 "policy expected weights, but there are none. Call load first."
             )
-        carry, actions, _ = self._actor.policy(carry, obs, mode)
+        carry, actions, _ = self._runner.policy(carry, obs, mode)
         return carry, actions, {}
 
     def _init(self, key: Array) -> Tree:

@@ -1,0 +1,390 @@
+"""The configuration: defaults, blocks and flags, checked and typed. Any process.
+
+    config = load_config(['--configs', 'debug', '--run.envs', '8'])
+    args = make_args(config)
+
+`dreamerv3.cli.logdir` keeps it with the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import math
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import elements
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from dreamerv3.cli.schema import (
+    CONFIGS,
+    Flat,
+    combination_problems,
+    nearest,
+    read_keys,
+)
+from embodied.run.options import RunSettings
+
+FILENAME = "config.yaml"  # Of the configuration in the logdir.
+
+# Keys that an evaluation does not take from the configuration of the run it evaluates.
+NOT_EVALUATED = (
+    *("script", "logdir", "replica", "replicas", "run.steps", "run.duration"),
+    *("run.from_checkpoint", "run.from_checkpoint_regex"),
+)
+
+HELP = "`dreamerv3 --help` lists all keys."
+LARGEST_INTEGER = 2**63
+LARGEST_ORDER = 18  # Powers of ten.
+MEANT = {"gpu": "cuda"}  # Names that people use for values that are not like them.
+
+_IS_PATTERN = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message says what to change.
+
+    Attributes:
+      problems: one sentence or more for each thing that is wrong.
+    """
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def load_config(
+    argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+) -> elements.Config:
+    """Builds the configuration from command line arguments.
+
+    Args:
+      argv: `--configs NAME ...` and `--KEY VALUE ...`; by default those of the process.
+      environ: environment variables; by default those of the process. In them
+        JOB_COMPLETION_INDEX sets `replica`.
+
+    Returns:
+      All keys, checked, with `logdir` filled in.
+
+    Raises:
+      ConfigError: all that is wrong with it, at once.
+    """
+    values = merge(sys.argv[1:] if argv is None else argv)
+    index = (os.environ if environ is None else environ).get("JOB_COMPLETION_INDEX")
+    if index:
+        values.set("replica", [index])
+    flat = values.flat
+    # Combinations of values that are wrong by themselves would only repeat that.
+    problems = values.problems or combination_problems(flat)
+    if problems:
+        raise ConfigError(*problems)
+    logdir = flat["logdir"].replace("{timestamp}", elements.timestamp())
+    flat["logdir"] = os.path.expanduser(logdir)
+    return elements.Config(flat)
+
+
+def merge(argv: Sequence[str]) -> Values:
+    """Applies blocks and then flags to the defaults, without checking combinations.
+
+    With `--script eval_only`, the configuration of the run that is evaluated comes
+    between the defaults and the blocks.
+    """
+    blocks = read_blocks()
+    values = Values(flatten(blocks.pop("defaults")))
+    arguments, strays = split_arguments(argv)
+    values.problems += strays
+    run = _evaluated_run(arguments)
+    if run is not None:
+        _apply_run(values, run, without=NOT_EVALUATED)
+    for name in [
+        name for flag, names in arguments if flag == "configs" for name in names
+    ]:
+        if name not in blocks:
+            near = nearest(name, blocks)
+            hint = f" Did you mean {near}?" if near else ""
+            values.problems.append(
+                f"--configs {name}: expected one or more of {', '.join(blocks)}.{hint}"
+            )
+            continue
+        for key, value in flatten(blocks[name]).items():
+            values.set(key, value if isinstance(value, tuple) else [value])
+    for name, given in arguments:
+        if name != "configs":
+            values.set(name, given)
+        elif not given:
+            values.problems.append(
+                f"--configs: expected one or more of {', '.join(blocks)}, got no value."
+            )
+    return values
+
+
+def read_blocks() -> dict[str, Any]:
+    """Reads `configs.yaml`: the `defaults` and the named blocks."""
+    return YAML(typ="safe").load(CONFIGS.read_text(encoding="utf-8"))
+
+
+def make_args(config: elements.Config) -> elements.Config:
+    """Returns the settings of loops and roles: the `run` block and keys beside it."""
+    names = [field.name for field in dataclasses.fields(RunSettings)]
+    beside = {name: config[name] for name in names if name not in config.run}
+    return elements.Config({**config.run, **beside})
+
+
+def read_config(filename: str | os.PathLike[str]) -> elements.Config:
+    """Reads the `config.yaml` of a logdir.
+
+    Raises:
+      ConfigError: the file is damaged.
+      OSError: the file cannot be read.
+    """
+    try:
+        content = YAML(typ="safe").load(pathlib.Path(filename).read_text("utf-8"))
+        if not isinstance(content, dict) or not isinstance(content.get("task"), str):
+            raise ValueError("it has no task")
+        return elements.Config(content)
+    except (
+        YAMLError,
+        UnicodeDecodeError,
+        ValueError,
+        TypeError,
+        AssertionError,
+    ) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"logdir: {filename} is not a configuration of this program ({reason}). "
+            f"Restore or delete it, or choose another --logdir."
+        ) from error
+
+
+def run_config(logdir: str | os.PathLike[str]) -> elements.Config:
+    """Returns the configuration of a run, with defaults for keys that it lacks.
+
+    Raises:
+      ConfigError: there is none, or it cannot be used.
+    """
+    path = pathlib.Path(logdir, FILENAME)
+    if not path.is_file():
+        raise ConfigError(
+            f"logdir: expected the logdir of a run, got {logdir}, which has no "
+            f"{FILENAME}."
+        )
+    values = Values(flatten(read_blocks()["defaults"]))
+    _apply_run(values, path)
+    if values.problems:
+        raise ConfigError(*(f"{path}: {problem}" for problem in values.problems))
+    return elements.Config(values.flat)
+
+
+def _apply_run(values: Values, path: pathlib.Path, without: Sequence[str] = ()) -> None:
+    """Sets the keys of a `config.yaml`, as far as this version still has them."""
+    for key, value in flatten(dict(read_config(path))).items():
+        if key in values.flat and key not in without:
+            values.set(key, value if isinstance(value, tuple) else [value])
+
+
+def _evaluated_run(arguments: Sequence[tuple[str, list[str]]]) -> pathlib.Path | None:
+    """Returns the `config.yaml` of the run that is to be evaluated, if any is."""
+    given = {name: values[0] for name, values in arguments if len(values) == 1}
+    source = given.get("run.from_checkpoint") or given.get("logdir")
+    if given.get("script") != "eval_only" or not source:
+        return None
+    folder = pathlib.Path(source).expanduser()
+    for name in ("agent", "ckpt"):  # Checkpoints may be named by these folders, too.
+        folder = folder.parent if folder.name == name else folder
+    return folder / FILENAME if (folder / FILENAME).is_file() else None
+
+
+def split_arguments(
+    argv: Iterable[str],
+) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """Splits `--name value value` and `--name=value` into names and their values.
+
+    Returns:
+      The flags in order, and a sentence for each argument that belongs to none.
+    """
+    flags: list[tuple[str, list[str]]] = []
+    problems = []
+    for argument in argv:
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            flags.append((name, [value] if equals else []))
+        elif flags:
+            flags[-1][1].append(argument)
+        else:
+            problems.append(
+                f"{argument!r}: expected a flag such as --task before the first value."
+            )
+    return flags, problems
+
+
+def flatten(nested: Mapping[str, Any]) -> Flat:
+    """Joins the keys of nested mappings with dots, which are escaped in patterns."""
+    flat: Flat = {}
+    for key, value in nested.items():
+        if not isinstance(value, Mapping):
+            flat[key] = tuple(value) if isinstance(value, list) else value
+            continue
+        for inner, leaf in flatten(value).items():
+            is_pattern = _IS_PATTERN.search(key) or _IS_PATTERN.search(inner)
+            flat[key + (r"\." if is_pattern else ".") + inner] = leaf
+    return flat
+
+
+class Values:
+    """The configuration while blocks and flags are applied to it.
+
+    Attributes:
+      flat: values by full key.
+      problems: a sentence for each thing that was wrong so far.
+    """
+
+    def __init__(self, defaults: Flat):
+        self.flat = dict(defaults)
+        self.problems: list[str] = []
+        self._defaults = defaults
+
+    def set(self, name: str, values: Sequence[Any]) -> None:
+        """Sets the keys that a flag or a line of a block stands for.
+
+        Args:
+          name: a key, a regular expression that matches keys as a whole, or the key
+            of a list followed by `+` to add to that list.
+          values: one value, or several for a list, as text or of the key's type.
+        """
+        added: tuple[Any, ...] = ()
+        if name.endswith("+") and isinstance(self.flat.get(name[:-1]), tuple):
+            name = name[:-1]
+            added = self.flat[name]
+        try:
+            keys = _find_keys(self.flat, name)
+        except ValueError as error:
+            given = " ".join([f"--{name}", *map(str, values)])
+            self.problems.append(f"{given}: {error}")
+            return
+        for key in keys:
+            try:
+                value = _convert(key, self._defaults[key], values)
+                value = (*added, *value) if isinstance(value, tuple) else value
+                _check(key, value)
+            except ValueError as error:
+                self.problems.append(f"{key}: {error}")
+            else:
+                self.flat[key] = value
+
+
+def _find_keys(flat: Flat, name: str) -> list[str]:
+    """Returns the keys that `name` stands for, at least one."""
+    if name in flat:
+        return [name]
+    inside = [key for key in flat if key.startswith(f"{name}.")]
+    if inside:
+        raise ValueError(
+            f"expected a single key, but {name} is a group of {len(inside)}. "
+            f"Set one of them, such as --{inside[0]}."
+        )
+    leaf = re.split(r"[^A-Za-z0-9_]+", name)[-1]
+    near = nearest(name, flat) or nearest(leaf, flat)
+    hint = f" Did you mean --{near}?" if near else ""
+    if not _IS_PATTERN.search(name):
+        raise ValueError(f"there is no such key.{hint} {HELP}")
+    try:
+        keys = [key for key in flat if re.fullmatch(name, key)]
+    except re.error as error:
+        raise ValueError(f"not a regular expression, {error}.{hint} {HELP}") from None
+    if not keys:
+        raise ValueError(f"the pattern matches no key as a whole.{hint} {HELP}")
+    return keys
+
+
+def _check(key: str, value: Any) -> None:
+    rule = read_keys()[key].rule
+    if not rule or rule.accepts(value):
+        return
+    items = value if isinstance(value, tuple) else (value,)
+    near = [
+        nearest(MEANT.get(str(item), str(item)), rule.names)
+        for item in items
+        if item not in rule.names
+    ]
+    hint = next((f" Did you mean {name}?" for name in near if name), "")
+    shown = list(value) if isinstance(value, tuple) else value
+    raise ValueError(f"expected {rule.allowed}, got {shown!r}.{hint}")
+
+
+def _convert(key: str, default: Any, values: Sequence[Any]) -> Any:
+    """Converts values to the type of a key's default."""
+    if isinstance(default, tuple):
+        if len(values) == 1 and isinstance(values[0], str):
+            values = values[0].split(",")
+        if not values:
+            raise ValueError(f"expected {_expected(key, default)}, got no value.")
+        return tuple(_convert(key, default[0], [value]) for value in values)
+    if len(values) != 1:
+        shown = " ".join(map(str, values)) or "no value"
+        raise ValueError(f"expected {_expected(key, default)}, got {shown}.")
+    value, rule = values[0], read_keys()[key].rule
+    word = rule.word if rule else ""
+    if word and value == word:
+        return value
+    result = _CONVERTERS[int if word else type(default)](value)
+    infinite = isinstance(result, float) and not math.isfinite(result)
+    if result is None or (infinite and not (math.isinf(default) and result > 0)):
+        raise ValueError(f"expected {_expected(key, default)}, got {value!r}.")
+    return result
+
+
+def _expected(key: str, default: Any) -> str:
+    """Returns the values that a key takes, for values that are not of its type."""
+    item = default[0] if isinstance(default, tuple) else default
+    words = {bool: "True or False", int: "a whole number", float: "a number"}
+    word = words.get(type(item), "one value")
+    if isinstance(item, float) and math.isinf(item):
+        word += " or inf"
+    if isinstance(default, tuple):
+        word = "one or more values"
+    rule = read_keys()[key].rule
+    if rule and rule.word:
+        return rule.allowed
+    return f"{word}, {rule.allowed}" if rule else word
+
+
+def _to_bool(value: Any) -> bool | None:
+    return {"true": True, "false": False}.get(str(value).lower())
+
+
+def _to_int(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        # Exact also for 1e18, where a float is not.
+        number = decimal.Decimal(str(value).strip())
+    except decimal.InvalidOperation:
+        return None
+    # The order of magnitude first: 1e999999999 would fill the memory as an integer.
+    if not number.is_finite() or number.adjusted() > LARGEST_ORDER:
+        return None
+    whole = int(number)
+    return whole if whole == number and abs(whole) < LARGEST_INTEGER else None
+
+
+def _to_float(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+_CONVERTERS: dict[type, Callable[[Any], Any]] = {
+    bool: _to_bool,
+    int: _to_int,
+    float: _to_float,
+    str: str,
+}

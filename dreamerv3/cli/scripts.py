@@ -1,0 +1,326 @@
+"""The programs of `--script`: training in one process, all roles, or one role.
+
+In the main process. The roles are imported where they are used, so that help and errors
+come at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import elements
+from embodied.run.progress import Limit
+
+from dreamerv3.cli import texts
+from dreamerv3.cli.config import FILENAME, ConfigError, make_args
+from dreamerv3.cli.factories import (
+    make_acting_agent,
+    make_agent,
+    make_env,
+    make_logger,
+    make_replay,
+    make_spaces,
+    make_stream,
+)
+from dreamerv3.cli.logdir import prepare_logdir
+from embodied.base import Agent, Env, TaskError
+from embodied.checkpoint import CheckpointError
+from embodied.clock import LocalClock
+from embodied.episodes import Episodes
+from embodied.logger import Logger
+from embodied.replay import ReplayMemoryError
+from embodied.run import Result, eval_only, train, train_eval
+from embodied.run.collecting import Collector
+from embodied.run.console import STOPPING, stop_on_signals
+
+# Errors of roles whose message the command line shows as it is.
+SHOWN = (ConfigError, CheckpointError, ReplayMemoryError, TaskError)
+
+# Where roles that are commands of their own listen.
+SERVED_ADDRESSES = {
+    "parallel_agent": "actor_addr",
+    "parallel_replay": "replay_addr",
+    "parallel_logger": "logger_addr",
+}
+
+Script = Callable[[elements.Config], None]
+Make = Callable[..., Any]
+
+
+class RunError(RuntimeError):
+    """A run has failed; the message says which role, and where."""
+
+
+def run_rollout(config: elements.Config) -> None:
+    """Steps the task's environments, and prints what was done and where it lies."""
+    with stop_on_signals(STOPPING) as stop:
+        agent = _begin(config, "Stepping", "stops")
+        with make_logger(config) as logger:
+            make = functools.partial(make_env, config)
+            result = rollout(agent, make, logger, make_args(config), stop)
+    print(texts.summary(config, result))
+
+
+def run_train(config: elements.Config) -> None:
+    """Trains in this process, and prints what was done and where it lies."""
+    agent = _begin(config, "Training in", "saves and stops")
+    replay, _, env, _, stream, logger = _factories(config)
+    args = make_args(config)
+    result = train(lambda: agent, replay, env, stream, logger, args)
+    print(texts.summary(config, result))
+
+
+def run_train_eval(config: elements.Config) -> None:
+    """Trains and evaluates in this process, and prints what was done."""
+    if not config.run.eval_envs:
+        raise ConfigError(
+            "run.eval_envs: expected at least 1 for --script train_eval, got 0. "
+            "Without evaluation, use --script train."
+        )
+    agent = _begin(config, "Training in", "saves and stops")
+    result = train_eval(lambda: agent, *_factories(config), make_args(config))
+    print(texts.summary(config, result))
+
+
+def run_eval_only(config: elements.Config) -> None:
+    """Evaluates the agent of a checkpoint, and prints its score."""
+    source = config.run.from_checkpoint or config.logdir
+    envs = min(config.run.envs, config.run.eval_eps)
+    config = config.update({"run.from_checkpoint": source, "run.envs": envs})
+    agent = _begin(config, "Evaluating in", "stops", make_acting_agent)
+    _, _, _, env, _, logger = _factories(config)
+    eval_only(lambda: agent, env, logger, make_args(config))
+
+
+def run_import_checkpoint(config: elements.Config) -> None:
+    """Converts a checkpoint of the reference implementation, and prints what it had."""
+    from dreamerv3.policies.reference import import_checkpoint
+
+    print(import_checkpoint(config))
+
+
+def run_parallel(config: elements.Config) -> None:
+    """Trains with all roles, on this machine unless some run elsewhere."""
+    from embodied.run import parallel
+
+    # First, since a task that cannot be made should not claim the logdir.
+    spaces = make_spaces(config)
+    prepare_logdir(config)
+    begin = time.monotonic()
+    _announce(config, "Training in", "saves and stops")
+    parallel.combined(
+        functools.partial(make_agent, config, spaces),
+        *_factories(config),
+        make_args(config),
+    )
+    print(texts.parallel_summary(config, time.monotonic() - begin))
+
+
+def run_agent(config: elements.Config) -> None:
+    """Runs actor and learner; the other roles run elsewhere."""
+    from embodied.run import parallel
+
+    spaces = make_spaces(config)
+    prepare_logdir(config)
+    make = functools.partial(make_agent, config, spaces)
+    parallel.parallel_agent(make, make_args(config))
+
+
+def run_replay(config: elements.Config) -> None:
+    """Runs the replay."""
+    from embodied.run import parallel
+
+    replay, replay_eval, _, _, stream, _ = _factories(config)
+    parallel.parallel_replay(replay, replay_eval, stream, make_args(config))
+
+
+def run_logger(config: elements.Config) -> None:
+    """Runs the logger."""
+    from embodied.run import parallel
+
+    parallel.parallel_logger(functools.partial(make_logger, config), make_args(config))
+
+
+def run_env(config: elements.Config) -> None:
+    """Runs the environment whose id is the replica's number."""
+    from embodied.run import parallel
+
+    make = functools.partial(make_env, config)
+    is_eval = config.replica >= config.run.envs
+    parallel.parallel_env(make, config.replica, make_args(config), is_eval)
+
+
+def run_envs(config: elements.Config) -> None:
+    """Runs all environments of this host."""
+    from embodied.run import parallel
+
+    make = functools.partial(make_env, config)
+    parallel.parallel_envs(make, make, make_args(config))
+
+
+def rollout(
+    agent: Agent,
+    make_env: Callable[[int], Env],
+    logger: Logger,
+    args: Any,
+    stop: threading.Event,
+) -> Result:
+    """Steps `args.envs` environments until `args.steps`, `args.duration` or `stop`.
+
+    Args:
+      agent: whose policy acts, in train mode.
+      make_env: makes the environment of an index; with `args.debug` in this process,
+        else in a process for each.
+      logger: gets every episode, and statistics every `args.log_every` seconds.
+      args: the `run` block of the configuration.
+      stop: ends the rollout after the current step once it is set.
+    """
+    episodes = Episodes(args.episode_timeout)
+    should_log = LocalClock(args.log_every)
+
+    def log(collector: Collector, since: tuple[float, int]) -> tuple[float, int]:
+        """Writes statistics since a time and step, and returns the present ones."""
+        now = time.monotonic()
+        logger.add(episodes.result())
+        if now > since[0]:
+            logger.add({"fps/env": (collector.steps - since[1]) / (now - since[0])})
+        logger.write()
+        return now, collector.steps
+
+    replay: Any = _NoReplay()
+    with Collector(agent, make_env, replay, logger, episodes, args) as collector:
+        limit = Limit(lambda: collector.steps, args.steps, args.duration, stop)
+        logged = (time.monotonic(), 0)
+        while not limit.reached():
+            collector.collect()
+            if should_log():
+                logged = log(collector, logged)
+        seconds = limit.seconds
+        log(collector, logged)
+    scores, steps = collector.scores, collector.steps
+    mean = sum(scores) / len(scores) if scores else None
+    return Result(steps, steps, 0, seconds, collector.episodes, mean)
+
+
+class _NoReplay:
+    """Takes steps that nobody trains on."""
+
+    def add(self, step: Any, worker: int = 0) -> None:
+        """Forgets the step."""
+
+
+def _factories(config: elements.Config) -> tuple[Make, Make, Make, Make, Make, Make]:
+    """Returns the factories of `combined` after the agent's, in its order."""
+    return (
+        functools.partial(make_replay, config, "replay"),
+        functools.partial(make_replay, config, "replay_eval", "eval"),
+        functools.partial(make_env, config),
+        functools.partial(make_env, config),
+        functools.partial(make_stream, config),
+        functools.partial(make_logger, config),
+    )
+
+
+def _begin(
+    config: elements.Config,
+    doing: str,
+    interrupt: str,
+    make: Callable[[elements.Config], Agent] = make_agent,
+) -> Agent:
+    """Makes the agent, prepares the logdir and prints what is being done."""
+    if config.replicas > 1:
+        raise ConfigError(
+            f"replicas: expected 1 for --script {config.script}, which runs on one "
+            f"host, got {config.replicas}. For several, use --script parallel."
+        )
+    # The agent first: a task that cannot be made should not claim the logdir.
+    agent = make(config)
+    # An evaluation within the logdir of a run leaves the configuration of the run.
+    found = pathlib.Path(config.logdir, FILENAME).exists()
+    if not (found and config.script == "eval_only"):
+        prepare_logdir(config)
+    _announce(config, doing, interrupt)
+    return agent
+
+
+def _announce(config: elements.Config, doing: str, interrupt: str) -> None:
+    print(
+        f"{doing} {config.run.envs} environments of {config.task} "
+        f"(Ctrl-C {interrupt}) ...",
+        flush=True,
+    )
+
+
+@contextlib.contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Turns the errors of roles into errors that can be shown as they are.
+
+    Raises:
+      ConfigError: the arguments of a role do not fit together.
+      RunError: a role has failed, everything stands still, or a key was refused.
+    """
+    from embodied.rpc import AuthError
+    from embodied.run.parallel.observations import ObservationError
+    from embodied.run.parallel.wiring import RoleError
+    from embodied.workers import RunFailed, RunStalled
+
+    try:
+        yield
+    except (RoleError, ObservationError) as error:
+        raise ConfigError(str(error)) from error
+    except RunFailed as error:
+        cause = error.__cause__  # Known if the agent is a thread of this process.
+        if isinstance(cause, SHOWN):
+            raise cause from error
+        text, where = f"Worker {error.name!r} {error.reason}", error.traceback
+        if error.role == "env":
+            where = texts.foreign_part(where)
+        text = texts.with_traceback(text, error.kind, where)
+        if error.kind in texts.MISTAKES:
+            raise ConfigError(text) from error
+        raise RunError(text) from error
+    except (RunStalled, AuthError) as error:
+        raise RunError(str(error)) from error
+
+
+def _with_clear_errors(
+    script: Script,
+) -> Script:
+    @functools.wraps(script)
+    def run(config: elements.Config) -> None:
+        with _clear_errors():
+            _check_address(config)
+            script(config)
+
+    return run
+
+
+def _check_address(config: elements.Config) -> None:
+    """Raises an error if a role that starts by itself cannot listen where it should."""
+    from embodied.run.parallel import wiring
+
+    if config.script in SERVED_ADDRESSES:
+        args, key = make_args(config), SERVED_ADDRESSES[config.script]
+        wiring.check_addresses(args, key)
+        wiring.check_servers(args, key)
+
+
+SCRIPTS: dict[str, Script] = {
+    "train": run_train,
+    "train_eval": run_train_eval,
+    "eval_only": run_eval_only,
+    "import_checkpoint": run_import_checkpoint,
+    "rollout": run_rollout,
+    "parallel": _with_clear_errors(run_parallel),
+    "parallel_agent": _with_clear_errors(run_agent),
+    "parallel_replay": _with_clear_errors(run_replay),
+    "parallel_logger": _with_clear_errors(run_logger),
+    "parallel_env": _with_clear_errors(run_env),
+    "parallel_envs": _with_clear_errors(run_envs),
+}

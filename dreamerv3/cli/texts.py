@@ -1,0 +1,182 @@
+"""Texts that the command line prints: help, summaries, failures of environments.
+
+In the main process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import pathlib
+import re
+import textwrap
+import traceback
+
+import elements
+
+import dreamerv3
+import embodied
+from dreamerv3.cli.schema import Key, block_names, read_keys
+from embodied.driver import EnvError
+from embodied.envs import registry
+from embodied.logger import TensorBoardOutput
+from embodied.run import Result
+
+USAGE = """\
+usage: dreamerv3 [--configs BLOCK ...] [--KEY VALUE ...]
+       dreamerv3 --help | --version
+
+Blocks set several keys at once and are applied in order, then flags. A key may be a
+regular expression that matches whole keys: --'.*\\.units' 64. A list takes several
+values: --logger.outputs jsonl terminal. Numbers may be written like 1e6.
+"""
+LAST = 100  # Episodes whose mean score is shown.
+
+# Types of errors that come from a wrong command line, rather than on the way.
+MISTAKES = (
+    *("UnknownTask", "MissingExtra", "UnusableEnv", "UnsupportedSpace"),
+    *("ObservationError", "ReplayMemoryError"),
+)
+CLEAR = (*MISTAKES, "SpaceError")  # Their message says all.
+
+_OURS = tuple(
+    f"{path}/"
+    for path in (
+        pathlib.Path(embodied.__file__).parent,
+        pathlib.Path(dreamerv3.__file__).parent,
+    )
+)
+_PASSED_ON = (*_OURS, contextlib.__file__)  # Whose frames only call or pass errors on.
+_FRAME = r'  File "(?P<path>.*?)", line \d+.*\n(?:    .*\n|  \[.*\n)*'
+_FRAMES = re.compile(rf"(?:{_FRAME.replace('?P<path>', '?:')})+")
+
+
+def help_text(width: int = 88) -> str:
+    """Returns all keys by group, with defaults, explanations and allowed values."""
+    keys = read_keys().values()
+    groups = [Key("", "", "General", None), *(key for key in keys if not key.default)]
+    lines = [USAGE]
+    for group in groups:
+        inside = [
+            key
+            for key in keys
+            if key.default and key.name.rpartition(".")[0] == group.name
+        ]
+        if not inside:
+            continue
+        lines.append(group.explanation.rstrip("."))
+        for key in inside:
+            allowed = f" [{key.rule.allowed}]" if key.rule else ""
+            lines.append(f"  --{key.name} {key.default}")
+            lines.append(_wrapped(f"{key.explanation}{allowed}", 6, width))
+        lines.append("")
+    lines += ["Blocks for --configs", _wrapped(", ".join(block_names()), 2, width)]
+    lines += ["", "Suites for --task SUITE_NAME"]
+    for suite in registry.SUITES.values():
+        lines.append(_wrapped(f"{suite.name}: {suite.doc}", 2, width))
+    return "\n".join(lines) + "\n"
+
+
+def summary(config: elements.Config, result: Result) -> str:
+    """Returns a summary of a program, and of the files in its logdir."""
+    rate = result.steps / result.seconds if result.seconds else 0.0
+    score = "" if result.mean_score is None else f", mean score {result.mean_score:.3g}"
+    trains = config.script != "rollout"
+    trained = f" and {result.updates} updates" if trains else ""
+    # The step counts earlier calls, too.
+    total = "" if result.step == result.steps else f", now at step {result.step}"
+    line = (
+        f"{result.steps} steps{trained} in {result.seconds:.1f} s "
+        f"({rate:.0f} steps/s), {result.episodes} episodes{score}{total}."
+    )
+    return "\n".join([line, *files(config, trains)])
+
+
+def parallel_summary(config: elements.Config, seconds: float) -> str:
+    """Returns a summary of a parallel run, and of the files in its logdir."""
+    from embodied.checkpoint import Checkpoint
+
+    line = f"Done in {seconds:.0f} s"
+    saved = Checkpoint(config.logdir).last()
+    if saved is not None:
+        line += f", at step {saved.meta.get('step', 0)}"
+    path = pathlib.Path(config.logdir, "scores.jsonl")
+    if path.exists():
+        rows = [json.loads(row) for row in path.read_text().splitlines()]
+        scores = [row.get("episode/score") for row in rows]
+        # Without those that are not numbers, of rewards that are not.
+        scores = [score for score in scores if score is not None]
+        if scores:
+            newest = scores[-LAST:]
+            mean = sum(newest) / len(newest)
+            line += f", mean score of the last {len(newest)} episodes {mean:.3g}"
+    return "\n".join([f"{line}.", *files(config, trained=True)])
+
+
+def files(config: elements.Config, trained: bool) -> list[str]:
+    """Returns a line for each file or folder in the logdir."""
+    logdir, outputs = config.logdir, config.logger.outputs
+    lines = [
+        f"Written to {logdir}:",
+        "  config.yaml     the configuration",
+    ]
+    if "jsonl" in outputs:
+        lines.append("  metrics.jsonl   all metrics, a JSON object per line")
+        lines.append("  scores.jsonl    the score of every episode")
+    if "tensorboard" in outputs and TensorBoardOutput.available():
+        lines.append(
+            f"  events.*        curves and videos: tensorboard --logdir {logdir}"
+        )
+    if "scope" in outputs:
+        lines.append("  scope           metrics and videos for Scope")
+    if trained:
+        play = f"--script eval_only --logdir {logdir}"
+        lines.append(
+            "  ckpt, replay    the policy and its training: the same command goes on,"
+        )
+        lines.append(f"                  and {play} plays it")
+    return lines
+
+
+def env_failure(error: EnvError) -> str:
+    """Returns the text to show for a failed environment of this process."""
+    where = error.traceback
+    if not where and error.__cause__ is not None:
+        where = "".join(traceback.format_exception(error.__cause__))
+    text = f"Env {error.index} {error.reason}"
+    return with_traceback(text, error.kind, foreign_part(where))
+
+
+def with_traceback(text: str, kind: str, where: str) -> str:
+    """Adds a traceback, unless there is none or the text says all.
+
+    Args:
+      text: what happened.
+      kind: name of the error's type.
+      where: the traceback.
+    """
+    if kind in CLEAR or not where:
+        return text
+    return f"{text}\n\n{textwrap.indent(where.rstrip(), '  ')}"
+
+
+def foreign_part(where: str) -> str:
+    """Returns a traceback without our frames above the first one of somebody else.
+
+    One that has only ours remains as it is: the mistake is there.
+    """
+    return _FRAMES.sub(_without_our_calls, where)
+
+
+def _without_our_calls(match: re.Match[str]) -> str:
+    frames = list(re.finditer(_FRAME, match[0]))
+    foreign = itertools.dropwhile(
+        lambda frame: frame["path"].startswith(_PASSED_ON), frames
+    )
+    return "".join(frame[0] for frame in foreign) or match[0]
+
+
+def _wrapped(text: str, indent: int, width: int) -> str:
+    space = " " * indent
+    return textwrap.fill(text, width, initial_indent=space, subsequent_indent=space)

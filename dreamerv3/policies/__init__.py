@@ -1,0 +1,1 @@
+"""Trained policies outside of training: load, export, import from the reference."""
