@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import elements
-from embodied.run.progress import Limit
 
 from dreamerv3.cli import texts
 from dreamerv3.cli.config import FILENAME, ConfigError, make_args
@@ -35,9 +34,10 @@ from embodied.clock import LocalClock
 from embodied.episodes import Episodes
 from embodied.logger import Logger
 from embodied.replay import ReplayMemoryError
-from embodied.run import Result, eval_only, train, train_eval
+from embodied.run import TrainResult, eval_only, train, train_eval
 from embodied.run.collecting import Collector
 from embodied.run.console import STOPPING, stop_on_signals
+from embodied.run.training_run import Limit
 
 # Errors of roles whose message the command line shows as it is.
 SHOWN = (ConfigError, CheckpointError, ReplayMemoryError, TaskError)
@@ -170,7 +170,7 @@ def rollout(
     logger: Logger,
     args: Any,
     stop: threading.Event,
-) -> Result:
+) -> TrainResult:
     """Steps `args.envs` environments until `args.steps`, `args.duration` or `stop`.
 
     Args:
@@ -205,7 +205,7 @@ def rollout(
         log(collector, logged)
     scores, steps = collector.scores, collector.steps
     mean = sum(scores) / len(scores) if scores else None
-    return Result(steps, steps, 0, seconds, collector.episodes, mean)
+    return TrainResult(steps, steps, 0, seconds, collector.episodes, mean)
 
 
 class _NoReplay:

@@ -21,7 +21,7 @@ from dreamerv3.cli.schema import Key, block_names, read_keys
 from embodied.driver import EnvError
 from embodied.envs import registry
 from embodied.logger import TensorBoardOutput
-from embodied.run import Result
+from embodied.run import TrainResult
 
 USAGE = """\
 usage: dreamerv3 [--configs BLOCK ...] [--KEY VALUE ...]
@@ -78,7 +78,7 @@ def help_text(width: int = 88) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(config: elements.Config, result: Result) -> str:
+def summary(config: elements.Config, result: TrainResult) -> str:
     """Returns a summary of a program, and of the files in its logdir."""
     rate = result.steps / result.seconds if result.seconds else 0.0
     score = "" if result.mean_score is None else f", mean score {result.mean_score:.3g}"
