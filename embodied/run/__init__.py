@@ -1,9 +1,10 @@
 """The loops that put everything together: `train`, `train_eval`, `eval_only`.
 
 Start with `train`, which reads as one screen; `session` has what it calls, and there
-is one file for each thing behind that: `collecting`, `training`, `evaluation`, `ratio`
-(how much to train), `saving` (checkpoints), `metrics`, `progress` (when to end). The
-loop over many processes is in `parallel`, which is imported on first use.
+is one file for each thing behind that: `collecting`, `training`, `evaluation`,
+`saving` (checkpoints), `metrics`, `progress` (when to end). How much to train for each
+step is decided in `replay/limiters.py`. The loop over many processes is in `parallel`,
+which is imported on first use.
 """
 
 import importlib
