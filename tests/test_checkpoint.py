@@ -30,9 +30,8 @@ from embodied.checkpoint import (
     store,
     write_file,
 )
-from embodied.checkpoint.files import HashedReader
+from embodied.checkpoint.files import HashedReader, seal
 from embodied.checkpoint.manifest import Manifest, next_tag
-from embodied.checkpoint.sealed import seal
 
 EXTENSIONS = [
     np.dtype(kind)

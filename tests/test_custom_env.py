@@ -30,7 +30,7 @@ def test_example_trains(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert "environments of custom_env:Lights" in result.stdout
-    assert "100 steps and 21 updates" in result.stdout
+    assert "100 steps and 5 updates" in result.stdout
     metrics = [
         json.loads(line)
         for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

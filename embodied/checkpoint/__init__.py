@@ -20,6 +20,7 @@ Files, below the root (the logdir):
     ckpt/NAME/TAG.json          the rest of it, with the digest of its arrays
     ckpt/manifest.json          the newest commit: all files with size and digest
     ckpt/manifests/TAG.json     the commits that are kept, the newest included
+    ckpt/starts, verified       what roles note for each other when they start
 
 What is damaged is skipped with a warning that names the file, through the logger
 `embodied.checkpoint` of the `logging` module.
@@ -28,7 +29,7 @@ What is damaged is skipped with a warning that names the file, through the logge
 from embodied.checkpoint.files import CheckpointError, FileRecord, write_file
 from embodied.checkpoint.manifest import Manifest
 from embodied.checkpoint.store import Checkpoint
-from embodied.checkpoint.trees import load_tree, save_tree
+from embodied.checkpoint.treefiles import load_tree, save_tree
 
 __all__ = [
     "Checkpoint",

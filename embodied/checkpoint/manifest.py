@@ -17,9 +17,10 @@ from embodied.checkpoint.files import (
     list_files,
     locate,
     read_file,
+    seal,
+    unseal,
     write_file,
 )
-from embodied.checkpoint.sealed import seal, unseal
 
 _FORMAT = 1
 _TAG = re.compile(r"([0-9]{8}T[0-9]{12})-([0-9]{8})")
@@ -32,7 +33,7 @@ class Manifest:
     Args:
       tag: names the cut; later ones sort behind it.
       files: all files of the checkpoint, sorted by path.
-      meta: whatever the conductor wants to know before it reads a part.
+      meta: facts that are needed before a part is read, such as the step.
     """
 
     tag: str
@@ -43,11 +44,11 @@ class Manifest:
     def of(
         cls, tag: str, records: Iterable[FileRecord], meta: dict[str, Any] | None
     ) -> Manifest:
-        """Checks and sorts what a conductor has gathered."""
+        """Returns the manifest of records from all processes, checked and sorted."""
         check_tag(tag)
         files: dict[str, FileRecord] = {}
         for record in records:
-            record = FileRecord.from_json(record.to_json())
+            record.check()
             if files.setdefault(record.path, record) != record:
                 raise CheckpointError(
                     f"Two different records of {record.path} in checkpoint {tag}: "
@@ -76,7 +77,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, path: str, data: bytes | bytearray) -> Manifest:
-        """Returns what `to_bytes` described; `path` is for the error."""
+        """Returns the manifest of `to_bytes`; `path` is for the error."""
         content = unseal(path, data)
         try:
             if content["format"] != _FORMAT:
@@ -120,7 +121,7 @@ class ManifestFiles:
         return paths
 
     def read(self) -> tuple[list[Manifest], dict[str, str]]:
-        """Returns whole manifests, newest first, and by path what ails the others."""
+        """Returns whole manifests, newest first, and errors by path."""
         readable: dict[str, Manifest] = {}
         damaged: dict[str, str] = {}
         for path in self.paths():

@@ -8,6 +8,7 @@ lock: it touches only files that carry its own name and tag.
 from __future__ import annotations
 
 import datetime
+import functools
 import logging
 import re
 import threading
@@ -20,6 +21,7 @@ from embodied.checkpoint.files import (
     CheckpointError,
     FileRecord,
     Root,
+    SharedVerification,
     check_path,
     delete,
     find_damage,
@@ -34,7 +36,7 @@ from embodied.checkpoint.manifest import (
     find_tag,
     next_tag,
 )
-from embodied.checkpoint.trees import load_tree, save_tree
+from embodied.checkpoint.treefiles import load_tree, save_tree
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 
@@ -143,11 +145,15 @@ class Checkpoint:
                 logger.warning("After the commit of %s: %s", tag, error)
             return manifest
 
-    def newest(self) -> Manifest | None:
+    def newest(self, shared: bool = False) -> Manifest | None:
         """Returns the newest manifest whose required files are all whole.
 
         Every byte of them is read and compared with its digest. Damaged checkpoints
         are skipped with a warning.
+
+        Args:
+          shared: whether other processes ask at the same time, as roles do that start
+            together. One of them reads the files then, and all get the same answer.
 
         Returns:
           The manifest, or None where there has never been a commit.
@@ -156,7 +162,14 @@ class Checkpoint:
           CheckpointError: there are commits, but all are damaged. Starting from zero
             would lose what can perhaps still be rescued, so a person has to decide.
         """
-        return self._look(self._find_newest)
+        if not shared or not self.exists():
+            return self._look(self._find_newest)
+
+        def find() -> Manifest | None:
+            with SharedVerification(self._root, f"{self._folder}/verified") as files:
+                return self._find_newest(files.find_damage)
+
+        return self._look(find)
 
     def listed(self) -> set[str] | None:
         """Returns what to keep of files that lie elsewhere below the root.
@@ -325,14 +338,17 @@ class Checkpoint:
                     raise
         return read()
 
-    def _find_newest(self) -> Manifest | None:
+    def _find_newest(
+        self, find: Callable[[FileRecord], str | None] | None = None
+    ) -> Manifest | None:
+        find = find or functools.partial(find_damage, self._root)
         readable, damaged = self._manifests.read()
         skipped = [("a damaged manifest", problem) for problem in damaged.values()]
         for manifest in readable:
             found = [
                 damage
                 for record in manifest.files
-                if record.required and (damage := find_damage(self._root, record))
+                if record.required and (damage := find(record))
             ]
             if not found:
                 for what, problem in skipped:

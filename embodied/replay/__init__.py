@@ -5,13 +5,21 @@
     batch = replay.sample(16)
 
 Where to look: `buffer` is the interface and says how threads get along; `index` knows
-streams and sequences, `chunk` the memory, `fields` and `latents` what a step holds,
-`access` copies; `durable` has the files, `saving` writes, and `finding`, `reading` and
-`restoring` load them; `selectors` decide what is drawn, and `limiters` when.
+streams and sequences, `chunks` what a step holds and the memory, `sizing` how much of
+it; `writer` saves and `reader` loads `chunkfiles`, which a `catalog` lists; `selectors`
+(of `slots`) decide what is drawn, and `limiters` when.
 """
 
 from embodied.replay import limiters, selectors
 from embodied.replay.buffer import Replay
-from embodied.replay.settings import ReplayMemoryError
+from embodied.replay.sizing import ReplayMemoryError
+from embodied.replay.writer import ReplayCut, SavedReplay
 
-__all__ = ["Replay", "ReplayMemoryError", "limiters", "selectors"]
+__all__ = [
+    "Replay",
+    "ReplayCut",
+    "ReplayMemoryError",
+    "SavedReplay",
+    "limiters",
+    "selectors",
+]

@@ -20,38 +20,33 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import operator
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from embodied.base import Tree
-from embodied.checkpoint import FileRecord
-from embodied.replay.access import (
-    Batch,
-    Output,
-    Workers,
-    append,
-    as_workers,
-    copy_sequences,
+from embodied.replay.catalog import find_chunks, require_latents
+from embodied.replay.chunkfiles import ChunkFolder
+from embodied.replay.chunks import (
+    STEPID,
+    STEPID_BYTES,
+    Schema,
+    StepUpdate,
     parse_stepids,
-    parse_update,
-    refresh,
 )
-from embodied.replay.counters import Counters
-from embodied.replay.durable import ChunkFolder
-from embodied.replay.fields import STEPID_BYTES, Schema
-from embodied.replay.finding import find, require_latents
-from embodied.replay.index import STATE, Index
-from embodied.replay.restoring import fill_selector, restore
-from embodied.replay.saving import Saver
-from embodied.replay.selector import Selector
-from embodied.replay.selectors import Uniform
-from embodied.replay.settings import Settings
+from embodied.replay.index import STATE, Counters, Index
+from embodied.replay.reader import fill_selector, restore
+from embodied.replay.selectors import Selector, Uniform
+from embodied.replay.sizing import ReplaySettings
+from embodied.replay.writer import ReplayCut, ReplayWriter
+
+Batch = dict[str, np.ndarray]
+Output = Callable[[dict[str, tuple[np.dtype, tuple[int, ...]]]], Batch]
+Workers = Sequence[int] | np.ndarray
 
 MODES = ("train", "report", "eval")
 
@@ -108,7 +103,7 @@ class Replay:
         compress: str = "zstd",
         latent_save_bytes: float = 1e9,
     ):
-        self._settings = Settings(
+        self._settings = ReplaySettings(
             name, length, capacity, bytes, chunksize, context, online
         )
         self._selector = Uniform(seed) if selector is None else selector
@@ -120,8 +115,8 @@ class Replay:
         self._latents = threading.Lock()
         self._changed = threading.Condition(threading.Lock())
         self._folder = None if directory is None else ChunkFolder(directory, compress)
-        self._saver = Saver(
-            self._folder, self._changed, self._latents, latent_save_bytes
+        self._writer = ReplayWriter(
+            self._folder, self._saving, self._changed, self._latents, latent_save_bytes
         )
 
     def __len__(self) -> int:
@@ -129,12 +124,15 @@ class Replay:
             return 0 if self._index is None else len(self._index.items)
 
     @property
-    def capacity(self) -> float:
-        """Items that can be stored; infinite as long as that is not known."""
+    def full(self) -> bool:
+        """Whether there is no room for more items: new ones replace the oldest."""
         with self._changed:
-            if self._index is not None:
-                return self._index.capacity
-        return self._settings.capacity or math.inf
+            index = self._index
+            # Few chunks for many workers are full before the capacity is reached.
+            return index is not None and (
+                len(index.items) >= index.capacity
+                or self._counters.total("evicted") > 0
+            )
 
     def __bool__(self) -> bool:
         return True  # An empty buffer is still the one that was given.
@@ -151,7 +149,7 @@ class Replay:
           ValueError: they differ from the first step in keys, dtypes or shapes, or,
             a ReplayMemoryError, there is too little memory. Nothing has changed then.
         """
-        numbers = as_workers(workers)
+        numbers = _as_workers(workers)
         if not numbers:
             return
         with self._writing:
@@ -168,11 +166,11 @@ class Replay:
                 index.check_workers(numbers)
                 self._index = index
             if len(set(numbers)) == len(numbers):
-                append(index, self._changed, packed, numbers)
+                self._append(index, packed, numbers)
                 return
             for i, worker in enumerate(numbers):
                 row = {key: value[i : i + 1] for key, value in packed.items()}
-                append(index, self._changed, row, [worker])
+                self._append(index, row, [worker])
 
     def abandon(self, worker: int) -> None:
         """Says that the worker's last step was the last of its episode.
@@ -215,7 +213,7 @@ class Replay:
             trained = batch if mode == "train" else 0
             self._counters.add(samples=batch, train_samples=trained)
         try:
-            return copy_sequences(index, self._latents, slots, out)
+            return self._copy_sequences(index, slots, out)
         finally:
             with self._changed:
                 index.unpin(starts)
@@ -233,14 +231,7 @@ class Replay:
         if index is None:
             ignored = parse_stepids(data).size // STEPID_BYTES
         else:
-            update = parse_update(index.schema, data)
-            ignored = refresh(
-                index,
-                self._changed,
-                self._latents,
-                update,
-                lambda: index is self._index,
-            )
+            ignored = self._refresh(index, index.schema.parse_update(data))
         with self._changed:
             self._counters.add(updates=1, update_ignored=ignored)
 
@@ -257,32 +248,32 @@ class Replay:
             self._empty_selector()
             self._index = None
 
-    def save(self, on_cut: Callable[[], None] | None = None) -> Tree:
+    def save(self) -> Tree:
         """Writes what is new into the directory, and returns what `load` needs.
 
         All files that the result lists are on the disk then, and are never changed.
         Inserts (unless `save_wait`), samples and updates go on meanwhile.
 
-        Args:
-          on_cut: called as soon as it is decided which steps belong to the save;
-            later ones do not.
-
         Raises:
           CheckpointError: the disk is full, for example. The next save makes up for it.
         """
-        with self._saving:
-            with self._writing if self._save_wait else contextlib.nullcontext():
-                data = self._saver.save(self._index, self._counters, on_cut)
-        return {**data, "context": self._settings.context}
+        with self.cut() as cut:
+            return cut.write().data
 
-    def records(self, data: Tree, root: str | os.PathLike[str]) -> list[FileRecord]:
-        """Returns the files of a save, relative to `root`, to commit them."""
-        return self._saver.records(data, root)
+    def cut(self) -> ReplayCut:
+        """Decides which steps belong to a save; later ones do not.
 
-    def discard(self, data: Tree) -> None:
-        """Removes the files of a save that was not committed."""
-        with self._saving:
-            self._saver.discard(self._index, data)
+        What it returns has to be closed. Until then other saves wait, and inserts if
+        `save_wait`.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._saving)
+            if self._save_wait:
+                stack.enter_context(self._writing)
+            # No insert replaces the index meanwhile, since only the first one does.
+            return self._writer.cut(
+                self._index, self._counters, self._settings.context, stack
+            )
 
     def clean(
         self, listed: Collection[str] | None, root: str | os.PathLike[str]
@@ -298,7 +289,7 @@ class Replay:
         """
         if listed is not None:
             with self._saving:
-                self._saver.clean(listed, root)
+                self._writer.clean(listed, root)
 
     def load(
         self,
@@ -327,19 +318,76 @@ class Replay:
         folder = self._folder if directory is None else ChunkFolder(directory)
         own = folder is not None and folder == self._folder
         with self._saving, self._writing:
-            found = find(data, folder, self._settings.context)
+            found = find_chunks(data, folder, self._settings.context)
             require_latents(found, self._settings.context, self._settings.name)
             index, slots, same = None, np.zeros(0, np.int64), False
             if folder is not None and found.schema is not None:
                 index = self._make_index(found.schema)
                 slots, same = restore(index, folder, found, own, amount, progress)
             if own:
-                self._saver.resume(found.save)
+                self._writer.resume(found.save)
             with self._changed:
                 self._install(index, slots, found.selector if same else None)
                 self._counters.load(found.counters)
                 if index is not None:
                     index.evict(max(0, len(slots) - index.capacity))
+
+    def _append(self, index: Index, packed: Batch, workers: list[int]) -> None:
+        """Appends a step [n, ...] to each worker's stream. The writing lock is held."""
+        firsts = packed.get("is_first")
+        with self._changed:
+            streams = index.streams.find(workers)
+            if firsts is not None:
+                firsts = firsts.astype(bool) | (index.streams.cut[streams] > 0)
+                packed["is_first"] = firsts.astype(packed["is_first"].dtype)
+            rows = index.reserve(streams, firsts)
+        for key, values in packed.items():
+            index.chunks.arrays[key][rows] = values
+        with self._changed:
+            index.publish(streams, rows)
+
+    def _copy_sequences(
+        self, index: Index, slots: np.ndarray, out: Output | None
+    ) -> Batch:
+        """Returns the sequences that begin at pinned slots [n]."""
+        chunks, schema = index.chunks, index.schema
+        fields = schema.outputs(len(slots), index.length)
+        batch = _empty_arrays(fields) if out is None else out(fields)
+        rows = chunks.expand(slots, index.length)
+        for key in schema.fields:
+            if key not in schema.latents:
+                chunks.gather(key, rows, batch[key])
+        if schema.latents:
+            context = np.ascontiguousarray(rows[:, : schema.context])
+            with self._latents:
+                for key in schema.latents:
+                    chunks.gather(key, context, batch[key])
+        chunks.write_stepids(rows, batch[STEPID])
+        if "is_last" in batch:
+            batch["is_last"][chunks.abandoned[rows]] = True
+        if "is_first" in batch:
+            batch["is_first"][:, 0] = True
+        return batch
+
+    def _refresh(self, index: Index, update: StepUpdate) -> int:
+        """Applies an update; returns how many of its steps were gone."""
+        with self._changed:
+            rows, present = index.chunks.locate(update.stepids)
+            chunks = np.unique(rows // index.chunks.size)
+            index.pin(chunks)
+        try:
+            with self._latents:
+                for key, values in update.latents.items():
+                    index.chunks.arrays[key][rows] = values[present]
+        finally:
+            with self._changed:
+                index.updates += 1
+                index.chunks.refreshed[chunks] = index.updates
+                # The selector belongs to another index after `load` or `clear`.
+                if update.priorities is not None and index is self._index:
+                    index.prioritize(rows, update.priorities[present])
+                index.unpin(chunks)
+        return int((~present).sum())
 
     def _make_index(self, schema: Schema) -> Index:
         return Index(
@@ -362,3 +410,18 @@ class Replay:
     def _empty_selector(self) -> None:
         if self._index is not None:
             self._selector.remove(self._index.items.oldest(len(self._index.items)))
+
+
+def _as_workers(workers: Workers) -> list[int]:
+    """Returns the ids of workers, or raises ValueError."""
+    array = np.asarray(workers)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            "Expected workers as a vector of integers, one per step, got "
+            f"{array.dtype} of shape {array.shape}."
+        )
+    return array.tolist()
+
+
+def _empty_arrays(fields: dict[str, tuple[np.dtype, tuple[int, ...]]]) -> Batch:
+    return {key: np.empty(shape, dtype) for key, (dtype, shape) in fields.items()}

@@ -10,23 +10,154 @@ from __future__ import annotations
 
 import collections
 import threading
+from collections.abc import Mapping
 
 import numpy as np
 
-from embodied.replay.chunk import Chunks
-from embodied.replay.counters import Counters
-from embodied.replay.durable import ChunkFiles
-from embodied.replay.fields import Schema
-from embodied.replay.memory import INDEX_BYTES, chunks_per_worker, make_plan
-from embodied.replay.selector import Selector
-from embodied.replay.settings import Settings
-from embodied.replay.tables import Items, Streams
+from embodied.replay.chunkfiles import ChunkFiles
+from embodied.replay.chunks import Chunks, Schema, lazy_array
+from embodied.replay.selectors import Selector
+from embodied.replay.sizing import (
+    INDEX_BYTES,
+    ReplaySettings,
+    chunks_per_worker,
+    make_plan,
+)
 
+COUNTERS = (
+    "inserts",
+    "samples",
+    "train_samples",
+    "updates",
+    "evicted",
+    "update_ignored",
+    "online_dropped",
+    "priorities_rejected",
+)
 STATE = ("items", "steps", "chunks", "streams", "bytes", "online_queue")
 RELEASE_SECONDS = 600.0  # How long an insert waits for readers of evicted steps.
 ONLINE_LIMIT = 1024  # Sequences in the online queue.
 _EVICT_AT_ONCE = 32
 _SPARE_ITEMS = 1024  # New items are there for a moment before old ones go.
+
+
+class Counters:
+    """Totals by name. Calls must not overlap: they are made under the index lock."""
+
+    def __init__(self) -> None:
+        self._totals: collections.Counter[str] = collections.Counter()
+        self._reported: collections.Counter[str] = collections.Counter()
+
+    def add(self, **amounts: int) -> None:
+        """Adds to the totals."""
+        for name, amount in amounts.items():
+            self._totals[name] += amount
+
+    def total(self, name: str) -> int:
+        """Returns the count since the start."""
+        return self._totals[name]
+
+    def report(self, length: int) -> dict[str, float]:
+        """Returns counts since the last report, totals, and the replay ratio.
+
+        The ratio is steps sampled for training per step inserted.
+
+        Args:
+          length: steps in a sample.
+        """
+        result: dict[str, float] = {}
+        for name in COUNTERS:
+            result[name] = self._totals[name] - self._reported[name]
+            result[f"total_{name}"] = self._totals[name]
+        if result["inserts"]:
+            trained = result["train_samples"] * length
+            result["replay_ratio"] = trained / result["inserts"]
+        self._reported = self._totals.copy()
+        return result
+
+    def save(self) -> dict[str, int]:
+        """Returns the totals."""
+        return {name: self._totals[name] for name in COUNTERS}
+
+    def load(self, totals: Mapping[str, int]) -> None:
+        """Goes on from saved totals."""
+        self._totals = collections.Counter({x: int(totals[x]) for x in COUNTERS})
+        self._reported = self._totals.copy()
+
+
+class Items:
+    """The slots of all items, from the oldest to the newest, in a ring.
+
+    Args:
+      expected: number of items for which there is room at once.
+    """
+
+    def __init__(self, expected: int):
+        self._ring = lazy_array((expected,), np.int32)
+        self._head = 0
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, slots: np.ndarray) -> None:
+        """Adds slots [n], the oldest first."""
+        if self._length + len(slots) > len(self._ring):
+            grown = lazy_array((2 * (self._length + len(slots)),), np.int32)
+            grown[: self._length] = self.oldest(self._length)
+            self._ring, self._head = grown, 0
+        end = self._head + self._length
+        self._ring[np.arange(end, end + len(slots)) % len(self._ring)] = slots
+        self._length += len(slots)
+
+    def oldest(self, amount: int) -> np.ndarray:
+        """Returns the oldest slots [amount] int64."""
+        where = np.arange(self._head, self._head + amount) % len(self._ring)
+        return self._ring[where].astype(np.int64)
+
+    def drop(self, amount: int) -> None:
+        """Removes the oldest slots."""
+        self._head = (self._head + amount) % len(self._ring)
+        self._length -= amount
+
+
+class Streams:
+    """Where each worker's stream of steps stands, as arrays over workers."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}  # By worker.
+        self.chunk = np.zeros(0, np.int64)  # That is written to, or -1.
+        self.index = np.zeros(0, np.int64)  # Of the next step in it.
+        self.count = np.zeros(0, np.int64)  # Steps so far.
+        self.last = np.zeros(0, np.int64)  # Row of the last step, or -1.
+        self.start_chunk = np.zeros(0, np.int64)  # Where the next item begins.
+        self.start_index = np.zeros(0, np.int64)
+        self.cut = np.zeros(0, np.int64)  # 1 if the next step begins an episode.
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def get(self, worker: int) -> int:
+        """Returns the number of a worker's stream, or -1."""
+        return self._numbers.get(worker, -1)
+
+    def missing(self, workers: list[int]) -> int:
+        """Returns how many workers have no stream yet."""
+        return sum(worker not in self._numbers for worker in workers)
+
+    def find(self, workers: list[int]) -> np.ndarray:
+        """Returns the numbers [n] of the workers' streams; begins those missing."""
+        for worker in workers:
+            self._numbers.setdefault(worker, len(self._numbers))
+        if len(self.chunk) < len(self._numbers):
+            for name, start in [("chunk", -1), ("last", -1)] + [
+                (name, 0)
+                for name in ("index", "count", "start_chunk", "start_index", "cut")
+            ]:
+                grown = np.full(2 * len(self._numbers), start, np.int64)
+                grown[: len(getattr(self, name))] = getattr(self, name)
+                setattr(self, name, grown)
+        return np.array([self._numbers[worker] for worker in workers], np.int64)
 
 
 class Index:
@@ -44,7 +175,7 @@ class Index:
     def __init__(
         self,
         schema: Schema,
-        settings: Settings,
+        settings: ReplaySettings,
         selector: Selector,
         changed: threading.Condition,
         counters: Counters,

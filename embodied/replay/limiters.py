@@ -1,169 +1,173 @@
-"""Limiters: hold back inserts or samples, whichever is ahead. The replay's process.
+"""Limiters: keep training in proportion to environment steps. Replay's process.
 
-    limiter = limiters.make(train_ratio / batch_length, 4 * batch_size, 1024)
+Two threads, each held back while it is ahead of the other:
 
-    if limiter.insert(len(steps)):            # Threads that store steps.
-      replay.add_batch(steps, workers)        # If it raises: limiter.withdraw.
-      limiter.available(len(replay))
+    limiter = limiters.SamplesPerInsert(train_ratio / batch_length, 64, 1024)
 
-    if limiter.sample(batch_size):            # Threads that draw training batches.
+    if limiter.wait_insert(len(steps)):       # The thread that stores steps.
+      replay.add_batch(steps, workers)
+      limiter.insert(len(steps))
+      limiter.available(len(replay), replay.full)
+
+    if limiter.wait_sample():                 # The thread that draws batches.
       batch = replay.sample(batch_size)
+      limiter.sample(batch_size)
 
-Both calls wait for their turn and return False once the limiter is closed or a
-timeout is over; then nothing is counted. Evaluation steps and report batches do not
-pass through a limiter.
+Or one thread, which is told how much to train after each collected step:
+
+    for _ in range(limiter.due(batch_size)):
+      batch = replay.sample(batch_size)
+      limiter.sample(batch_size)
+
+Evaluation steps and report batches do not pass through a limiter.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Self
 
 from embodied.base import Tree
-from embodied.replay.turns import Turns
 
 
-class Limiter:
-    """Counts inserts and samples; subclasses say when each side may go on.
+class SamplesPerInsert:
+    """Keeps samples in a fixed proportion to inserts.
 
-    Samples wait until `min_size` sequences are stored. Inserts never wait before
-    that, and both counts begin there: nothing is made up for the steps before.
+    Training begins when `min_size` sequences are stored, or as many as the buffer can
+    hold. Both counts begin there: nothing is made up for the steps before. From then
+    on, with `ahead` = samples − ratio · inserts:
 
-    Each side is served in the order of arrival, so a large group of inserts does not
-    starve among small ones. Threads wait on conditions and use no time meanwhile.
-    `_lock` guards all state; any thread may call any method.
+    - A batch may be drawn while ahead ≤ 0; so the first one at once.
+    - A group of n steps may be stored if ahead − ratio · n ≥ −tolerance, or if
+      ahead ≥ 0, for groups that the tolerance has no room for.
+
+    From that follows, for batches of at most B samples and groups of at most n steps:
+
+    - −max(tolerance, ratio · n) ≤ ahead ≤ B.
+    - Nothing deadlocks: samples wait only while ahead > 0 or too little is stored,
+      inserts only while ahead < 0 and there is something to sample.
+    - Whenever the sampling side waits, 0 < ahead ≤ B: the number of samples is the
+      exact one, to within one batch.
+
+    The ratio is kept as a fraction and the counts as integers, so that nothing drifts.
+    A ratio of 0 or less means no limit: samples wait for the first sequences only.
+
+    One thread inserts and one samples, or one does both; any thread may call the other
+    methods. `_changed` guards all state.
 
     Args:
+      samples_per_insert: sequences drawn per step stored.
+      tolerance: samples by which inserts may run ahead, usually four batches.
       min_size: stored sequences from which on samples may be drawn.
     """
 
-    def __init__(self, min_size: int):
-        name = type(self).__name__
+    def __init__(self, samples_per_insert: float, tolerance: float, min_size: int):
+        if not math.isfinite(samples_per_insert):
+            raise ValueError(
+                f"SamplesPerInsert expected a finite ratio, got {samples_per_insert}."
+            )
+        if not (tolerance >= 1 and math.isfinite(tolerance)):
+            raise ValueError(
+                "SamplesPerInsert expected a tolerance of at least 1 sample and "
+                f"finite, got {tolerance}. Usual are four batches of samples."
+            )
         if operator.index(min_size) < 1:
-            raise ValueError(f"{name} expected min_size >= 1, got {min_size}.")
+            raise ValueError(
+                f"SamplesPerInsert expected min_size >= 1, got {min_size}."
+            )
+        self._ratio = as_fraction(max(0.0, samples_per_insert))
+        self._tolerance = as_fraction(tolerance)
         self._min_size = min_size
-        self._lock = threading.Lock()
-        self._inserters = Turns(self._lock)
-        self._samplers = Turns(self._lock)
-        self._filled = False  # Whether there is enough to sample from.
+        self._changed = threading.Condition()
         self._inserts = 0
         self._samples = 0
-        self._begun = False  # Whether `min_size` was reached, and counts are real.
-        self._open = 0  # Threads that have inserts let through.
+        self._stored = 0  # Sequences that can be sampled.
+        self._begun = False  # Whether training has begun, and counts are real.
+        self._fresh = False  # Whether there were inserts since the last sample.
+        self._waiting = {"inserts": 0, "samples": 0}  # Threads, by side.
+        self._closed = False
 
-    def insert(self, amount: int, timeout: float | None = None) -> bool:
-        """Waits until `amount` steps may be stored, and counts them all at once.
+    def wait_insert(self, amount: int, timeout: float | None = None) -> bool:
+        """Waits until `amount` steps may be stored; returns whether they may.
 
         Args:
           amount: steps that will be stored together.
           timeout: seconds to wait at most; None waits until `close`.
-
-        Returns:
-          Whether the steps may be stored.
         """
         _check_amount(amount)
-        with self._lock:
-            if not self._inserters.wait(
-                lambda: bool(self._open) or self._may_insert(amount), timeout
-            ):
-                return False
+        return self._wait("inserts", lambda: self._may_insert(amount), timeout)
+
+    def wait_sample(self, timeout: float | None = None) -> bool:
+        """Waits until a batch may be drawn; returns whether it may."""
+        return self._wait("samples", self._may_sample, timeout)
+
+    def insert(self, amount: int) -> None:
+        """Counts steps that were stored."""
+        _check_amount(amount)
+        with self._changed:
             self._inserts += amount
-            self._samplers.wake()
-            return True
+            self._fresh = True
+            self._changed.notify_all()
 
-    def sample(self, amount: int, timeout: float | None = None) -> bool:
-        """Waits until `amount` sequences may be drawn, and counts them all at once.
-
-        Arguments and result are those of `insert`.
-        """
+    def sample(self, amount: int) -> None:
+        """Counts sequences that were drawn."""
         _check_amount(amount)
-        with self._lock:
-            if not self._samplers.wait(self._may_sample, timeout):
-                return False
+        with self._changed:
             self._samples += amount
-            self._inserters.wake()
-            return True
+            self._fresh = False
+            self._changed.notify_all()
 
-    def want_insert(self, amount: int = 1) -> bool:
-        """Returns whether `insert` would go on without waiting, right now."""
-        _check_amount(amount)
-        with self._lock:
-            return self._inserters.free() and self._may_insert(amount)
+    def due(self, batch: int) -> int:
+        """Returns how many batches to train on before the next steps are collected.
 
-    def want_sample(self, amount: int = 1) -> bool:
-        """Returns whether `sample` would go on without waiting, right now."""
-        _check_amount(amount)
-        with self._lock:
-            return self._samplers.free() and self._may_sample()
-
-    def available(self, size: int, capacity: float = math.inf) -> None:
-        """Tells how many sequences are stored. Call it after every change.
-
-        Where threads race, a number that comes late is put right by the next one;
-        inserts do not wait meanwhile.
+        Without a limit this is one batch after steps, however many these were.
 
         Args:
-          size: sequences that are stored.
-          capacity: sequences that can be stored; where they are fewer than
-            `min_size`, they are enough.
+          batch: sequences in a batch.
         """
-        with self._lock:
-            self._filled = operator.index(size) >= min(self._min_size, capacity)
-            if not self._begun and self._filled:
+        _check_amount(batch)
+        with self._changed:
+            if not self._may_sample():
+                return 0
+            if not self._ratio:
+                return int(self._fresh)
+            return math.floor(-self._ahead() / batch) + 1
+
+    def available(self, stored: int, full: bool) -> None:
+        """Takes note of how many sequences are stored. Call it after every change.
+
+        Args:
+          stored: sequences that can be sampled.
+          full: whether the buffer holds no more, so that they are enough.
+        """
+        with self._changed:
+            self._stored = operator.index(stored)
+            enough = self._stored >= self._min_size or (full and self._stored > 0)
+            # Counts that begin anew, as for another ratio, wait for a first step, too.
+            if not self._begun and enough and self._inserts:
                 self._begun = True
                 self._inserts = 0
-            self._samplers.wake()
-            self._inserters.wake()
+            self._changed.notify_all()
 
-    def refund(self, amount: int) -> None:
-        """Takes back samples that were drawn ahead and will never be trained on."""
-        _check_amount(amount)
-        with self._lock:
-            self._samples = self._without(amount)
-            self._samplers.wake()
-
-    def withdraw(self, amount: int) -> None:
-        """Takes back inserts that were counted, but could not be stored."""
-        _check_amount(amount)
-        with self._lock:
-            if amount > self._inserts:
-                raise ValueError(
-                    f"Expected at most the {self._inserts} inserts that were counted, "
-                    f"got {amount}."
-                )
-            self._inserts -= amount
-            self._inserters.wake()
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Lets inserts that wait, and those that come meanwhile, through.
-
-        They are counted, so that later ones wait for longer. For a moment at which
-        none may be halfway, such as a save.
-        """
-        with self._lock:
-            self._open += 1
-            self._inserters.wake()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open -= 1
+    @property
+    def begun(self) -> bool:
+        """Whether enough was stored for training to begin."""
+        with self._changed:
+            return self._begun
 
     def stats(self) -> dict[str, float]:
         """Returns the counts, how far sampling is ahead, and how many threads wait."""
-        with self._lock:
+        with self._changed:
             return {
                 "inserts": self._inserts,
                 "samples": self._samples,
                 "ahead": float(self._ahead()),
-                "inserts_waiting": len(self._inserters),
-                "samples_waiting": len(self._samplers),
+                "inserts_waiting": self._waiting["inserts"],
+                "samples_waiting": self._waiting["samples"],
             }
 
     def save(self, pending: int = 0) -> Tree:
@@ -173,11 +177,12 @@ class Limiter:
           pending: samples that are drawn, but not yet trained on. A run that is
             resumed from here has lost them and draws as many again.
         """
-        with self._lock:
+        with self._changed:
             return {
-                "ratio": list(self._ratio().as_integer_ratio()),
+                "ratio": list(self._ratio.as_integer_ratio()),
                 "inserts": self._inserts,
-                "samples": self._without(pending),
+                "samples": self._samples - min(operator.index(pending), self._samples),
+                "begun": self._begun,
             }
 
     def load(self, data: Tree) -> None:
@@ -189,22 +194,23 @@ class Limiter:
         keys = ("ratio", "inserts", "samples")
         if not isinstance(data, Mapping) or not all(key in data for key in keys):
             raise ValueError(
-                f"{type(self).__name__} expected saved state with {list(keys)}, got "
+                f"SamplesPerInsert expected saved state with {list(keys)}, got "
                 f"{data!r:.200}."
             )
-        same = Fraction(*data["ratio"]) == self._ratio()
-        with self._lock:
+        same = Fraction(*data["ratio"]) == self._ratio
+        with self._changed:
             self._inserts = int(data["inserts"]) if same else 0
             self._samples = int(data["samples"]) if same else 0
-            self._begun = self._samples > 0
-            self._samplers.wake()
-            self._inserters.wake()
+            # Older versions have not saved it, and have counted from the first step.
+            self._begun = same and bool(data.get("begun", self._samples > 0))
+            self._fresh = False
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Releases all waiting threads; from now on nothing is let through."""
-        with self._lock:
-            self._samplers.close()
-            self._inserters.close()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def __enter__(self) -> Self:
         return self
@@ -212,115 +218,31 @@ class Limiter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _ratio(self) -> Fraction:
-        raise NotImplementedError(f"{type(self).__name__}._ratio")
-
-    def _may_insert(self, amount: int) -> bool:
-        raise NotImplementedError(f"{type(self).__name__}._may_insert")
-
-    def _may_sample(self) -> bool:
-        raise NotImplementedError(f"{type(self).__name__}._may_sample")
-
-    def _ahead(self) -> Fraction:
-        return self._samples - self._ratio() * self._inserts
-
-    def _without(self, amount: int) -> int:
-        if not 0 <= amount <= self._samples:
-            raise ValueError(
-                f"Expected to take back at most the {self._samples} samples that were "
-                f"counted, got {amount}."
-            )
-        return self._samples - amount
-
-
-class SamplesPerInsert(Limiter):
-    """Keeps samples in a fixed proportion to inserts.
-
-    With `ahead` = samples − ratio · inserts, once `min_size` sequences are stored:
-
-    - A batch may be drawn while ahead ≤ 0; so the first one at once.
-    - A group of n steps may be stored if ahead − ratio · n ≥ −tolerance, or if
-      ahead ≥ 0, for groups that the tolerance has no room for.
-
-    From that follows, for batches of at most B samples and groups of at most n steps:
-
-    - −max(tolerance, ratio · n) ≤ ahead ≤ B; a refund, by its amount, may lead
-      below.
-    - Nothing deadlocks: samples wait only while ahead > 0 or too little is stored,
-      inserts only while ahead < 0 and enough is stored.
-    - Whenever the sampling side waits, 0 < ahead ≤ B: the number of samples is the
-      exact one, to within one batch. Whenever the inserting side waits, ahead is less
-      than ratio · n above the lower bound. So between any two moments at which the
-      same side waits, however far apart, samples differ from ratio · inserts by less
-      than one batch, or one group.
-
-    The ratio is kept as a fraction and the counts as integers, so that nothing drifts.
-    Batches that are prefetched count when they are drawn; see `refund`, and `save`
-    for how a resumed run makes up for those that are lost.
-
-    Args:
-      samples_per_insert: sequences drawn per step stored.
-      tolerance: samples by which inserts may run ahead, usually four batches.
-      min_size: stored sequences from which on samples may be drawn.
-    """
-
-    def __init__(
-        self,
-        samples_per_insert: float,
-        tolerance: float,
-        min_size: int,
-    ):
-        super().__init__(min_size)
-        if not (samples_per_insert > 0 and math.isfinite(samples_per_insert)):
-            raise ValueError(
-                "SamplesPerInsert expected a ratio above 0 and finite, got "
-                f"{samples_per_insert}. For no limit, use Unlimited."
-            )
-        if not (tolerance >= 1 and math.isfinite(tolerance)):
-            raise ValueError(
-                "SamplesPerInsert expected a tolerance of at least 1 sample and "
-                f"finite, got {tolerance}. Usual are four batches of samples."
-            )
-        self._samples_per_insert = as_fraction(samples_per_insert)
-        self._tolerance = as_fraction(tolerance)
-
-    def _ratio(self) -> Fraction:
-        return self._samples_per_insert
+    def _wait(
+        self, side: str, allowed: Callable[[], bool], timeout: float | None
+    ) -> bool:
+        with self._changed:
+            self._waiting[side] += 1
+            try:
+                self._changed.wait_for(lambda: self._closed or allowed(), timeout)
+                return not self._closed and allowed()
+            finally:
+                self._waiting[side] -= 1
 
     def _may_insert(self, amount: int) -> bool:
         ahead = self._ahead()
         return (
-            not self._filled
+            not (self._begun and self._stored)
             or ahead >= 0
-            or ahead - self._ratio() * amount >= -self._tolerance
+            or ahead - self._ratio * amount >= -self._tolerance
         )
 
     def _may_sample(self) -> bool:
-        return self._filled and self._ahead() <= 0
+        unlimited = not self._ratio
+        return self._begun and self._stored > 0 and (unlimited or self._ahead() <= 0)
 
-
-class Unlimited(Limiter):
-    """Holds back nothing but samples while fewer than `min_size` sequences are stored.
-
-    Args:
-      min_size: stored sequences from which on samples may be drawn.
-    """
-
-    def _ratio(self) -> Fraction:
-        return Fraction(0)
-
-    def _may_insert(self, amount: int) -> bool:
-        return True
-
-    def _may_sample(self) -> bool:
-        return self._filled
-
-
-def make(samples_per_insert: float, tolerance: float, min_size: int) -> Limiter:
-    """Returns a SamplesPerInsert limiter, or an Unlimited one if the ratio is ≤ 0."""
-    if samples_per_insert <= 0:
-        return Unlimited(min_size)
-    return SamplesPerInsert(samples_per_insert, tolerance, min_size)
+    def _ahead(self) -> Fraction:
+        return self._samples - self._ratio * self._inserts
 
 
 def as_fraction(value: float) -> Fraction:

@@ -14,17 +14,107 @@ arrays. An operation on k slots of n takes O(k log n) on average, or less.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from embodied.base import Tree
-from embodied.replay.prioritized import Prioritized
-from embodied.replay.selector import SeededSelector, Selector
-from embodied.replay.slots import InsertionOrder, SlotSet, as_slots
+from embodied.replay.slots import InsertionOrder, SlotSet, SumTree, as_slots
 
 __all__ = ["Fifo", "Mixture", "Prioritized", "Recency", "Selector", "Uniform"]
+
+_LARGEST = 1e290  # Sums of weights of this size are still finite.
+
+
+class Selector:
+    """Draws slots. An empty selector is true: it is still the one that was given.
+
+    `uses_priorities` says whether the buffer has to keep priorities of steps and to
+    call `prioritize`.
+    """
+
+    uses_priorities: bool = False
+
+    def insert(self, slots: np.ndarray) -> None:
+        """Adds slots [n], the oldest first. They must not be present."""
+        raise NotImplementedError(f"{type(self).__name__}.insert")
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Removes slots [n]. They must be present."""
+        raise NotImplementedError(f"{type(self).__name__}.remove")
+
+    def sample(self, amount: int, peek: bool = False) -> np.ndarray:
+        """Draws slots [amount] int64, or raises LookupError if there are none.
+
+        With `peek`, for reports, nothing changes that a call without it could see:
+        neither priorities nor cursors, nor the random state it draws from.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.sample")
+
+    def prioritize(self, slots: np.ndarray, priorities: np.ndarray) -> None:
+        """Sets priorities [n], or [n, T] for the T steps of each slot's sequence."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__}.__len__")
+
+    def __bool__(self) -> bool:
+        return True
+
+    def save(self) -> Tree:
+        """Returns the slots and all other state, the random state included."""
+        raise NotImplementedError(f"{type(self).__name__}.save")
+
+    def load(self, data: Tree) -> None:
+        """Restores what `save` returned: the same samples follow."""
+        raise NotImplementedError(f"{type(self).__name__}.load")
+
+    def _check_amount(self, amount: int) -> None:
+        if operator.index(amount) < 0:
+            raise ValueError(f"Expected to sample 0 slots or more, got {amount}.")
+        if amount and not len(self):
+            raise LookupError(
+                f"Cannot sample {amount} slots: this {type(self).__name__} selector "
+                "is empty. Wait until the replay buffer holds a full sequence."
+            )
+
+    def _saved(self, **entries: Tree) -> Tree:
+        return {"kind": type(self).__name__, **entries}
+
+    def _check_saved(self, data: Tree, *keys: str) -> None:
+        kind = type(self).__name__
+        found = data.get("kind") if isinstance(data, Mapping) else type(data).__name__
+        if found != kind or not all(key in data for key in keys):
+            raise ValueError(
+                f"Expected the saved state of a {kind} selector with {list(keys)}, "
+                f"got one of {found}. Use the selectors that the run was started with."
+            )
+
+
+class SeededSelector(Selector):
+    """A selector with random states: one for samples, one for peeks."""
+
+    def __init__(self, seed: int):
+        # The name is part of the seed because a Mixture and its members may have
+        # equal ones: from the same numbers, which member is chosen would decide
+        # which of its slots is drawn.
+        name = type(self).__name__.encode()
+        self._rngs = [
+            np.random.default_rng([operator.index(seed), purpose, *name])
+            for purpose in (0, 1)
+        ]
+
+    def _rng(self, peek: bool) -> np.random.Generator:
+        return self._rngs[1 if peek else 0]
+
+    def _save_random(self) -> Tree:
+        return [dict(rng.bit_generator.state) for rng in self._rngs]
+
+    def _load_random(self, states: Tree) -> None:
+        for rng, state in zip(self._rngs, states, strict=True):
+            rng.bit_generator.state = state
 
 
 class Fifo(Selector):
@@ -74,7 +164,38 @@ class Fifo(Selector):
         self._order, self._cursor = order, int(data["cursor"])
 
 
-class Uniform(SeededSelector):
+class _SlotsSelector(SeededSelector):
+    """A selector whose state is the slots that it holds, and the random states."""
+
+    def __init__(self, slots: SlotSet | InsertionOrder, seed: int):
+        super().__init__(seed)
+        self._slots = slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def insert(self, slots: np.ndarray) -> None:
+        """Adds slots [n], the oldest first."""
+        self._slots.insert(as_slots(slots))
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Removes slots [n]."""
+        self._slots.remove(as_slots(slots))
+
+    def save(self) -> Tree:
+        """Returns the slots in their order and the random state."""
+        return self._saved(slots=self._slots.slots(), random=self._save_random())
+
+    def load(self, data: Tree) -> None:
+        """Restores the slots, their order and the random state."""
+        self._check_saved(data, "slots", "random")
+        slots = type(self._slots)()
+        slots.insert(as_slots(data["slots"]))
+        self._load_random(data["random"])
+        self._slots = slots
+
+
+class Uniform(_SlotsSelector):
     """Draws all slots with equal probability, with replacement.
 
     Args:
@@ -82,39 +203,15 @@ class Uniform(SeededSelector):
     """
 
     def __init__(self, seed: int = 0):
-        super().__init__(seed)
-        self._slots = SlotSet()
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def insert(self, slots: np.ndarray) -> None:
-        """Adds slots [n]."""
-        self._slots.insert(as_slots(slots))
-
-    def remove(self, slots: np.ndarray) -> None:
-        """Removes slots [n]."""
-        self._slots.remove(as_slots(slots))
+        super().__init__(SlotSet(), seed)
 
     def sample(self, amount: int, peek: bool = False) -> np.ndarray:
         """Draws slots [amount]."""
         self._check_amount(amount)
         return self._slots.at(self._rng(peek).integers(max(1, len(self)), size=amount))
 
-    def save(self) -> Tree:
-        """Returns the slots and the random state."""
-        return self._saved(slots=self._slots.slots(), random=self._save_random())
 
-    def load(self, data: Tree) -> None:
-        """Restores the slots and the random state."""
-        self._check_saved(data, "slots", "random")
-        slots = SlotSet()
-        slots.insert(as_slots(data["slots"]))
-        self._load_random(data["random"])
-        self._slots = slots
-
-
-class Recency(SeededSelector):
+class Recency(_SlotsSelector):
     """Draws slots by their age, the number of slots inserted since, with replacement.
 
     The probabilities are cut off at the number of slots present. Slots older than the
@@ -128,7 +225,7 @@ class Recency(SeededSelector):
     """
 
     def __init__(self, uprobs: Any, seed: int = 0):
-        super().__init__(seed)
+        super().__init__(InsertionOrder(), seed)
         uprobs = np.asarray(uprobs, np.float64)
         valid = uprobs.ndim == 1 and np.isfinite(uprobs).all() and (uprobs >= 0).all()
         if not valid or not uprobs.sum() > 0:
@@ -139,18 +236,6 @@ class Recency(SeededSelector):
             )
         # Divided by the largest one, so that the sum is finite.
         self._cumulative = np.cumsum(uprobs / uprobs.max())
-        self._order = InsertionOrder()
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def insert(self, slots: np.ndarray) -> None:
-        """Adds slots [n], the oldest first; the last one has age 0."""
-        self._order.insert(as_slots(slots))
-
-    def remove(self, slots: np.ndarray) -> None:
-        """Removes slots [n]; what was older is one younger for each."""
-        self._order.remove(as_slots(slots))
 
     def sample(self, amount: int, peek: bool = False) -> np.ndarray:
         """Draws slots [amount]."""
@@ -164,19 +249,167 @@ class Recency(SeededSelector):
             ages = np.searchsorted(self._cumulative, targets, side="right")
         else:
             ages = rng.integers(len(self), size=amount)
-        return self._order.at(len(self) - 1 - ages)
+        return self._slots.at(len(self) - 1 - ages)
+
+
+class Prioritized(SeededSelector):
+    """Draws slots in proportion to priority ** exponent.
+
+    - A slot's priority is `maxfrac` · max + (1 − `maxfrac`) · mean over the priorities
+      of its steps. Steps without one (not trained yet: NaN or infinite) do not count.
+    - While slots have an infinite priority, only these are drawn, all equally.
+    - With `zero_on_sample` a slot has priority zero from when it is drawn until
+      `prioritize` gives it another, within one call of `sample` too: there, no slot
+      comes twice as long as another has a priority. Without it, and when peeking, a
+      call draws with replacement.
+    - While all priorities are zero, all slots are drawn equally, with replacement.
+    - A priority that is NaN, infinite or negative must not end a training run: the
+      slot keeps the one it had. The buffer counts those of single steps.
+
+    About 25 bytes per slot.
+
+    Args:
+      exponent: 0 draws all slots of positive priority equally.
+      initial: priority of new slots; may be infinite.
+      zero_on_sample: see above.
+      maxfrac: from 0, the mean over the steps, to 1, the maximum.
+      branching: fan-out of the sum tree.
+      seed: of the random state.
+    """
+
+    uses_priorities = True
+
+    def __init__(
+        self,
+        exponent: float = 1.0,
+        initial: float = 1.0,
+        zero_on_sample: bool = False,
+        maxfrac: float = 0.0,
+        branching: int = 16,
+        seed: int = 0,
+    ):
+        super().__init__(seed)
+        if not (exponent >= 0 and math.isfinite(exponent)):
+            raise ValueError(f"Prioritized expected exponent >= 0, got {exponent}.")
+        if not initial >= 0:
+            raise ValueError(f"Prioritized expected initial >= 0, got {initial}.")
+        if not 0 <= maxfrac <= 1:
+            raise ValueError(f"Prioritized expected maxfrac in [0, 1], got {maxfrac}.")
+        if operator.index(branching) < 2:
+            raise ValueError(f"Prioritized expected branching >= 2, got {branching}.")
+        self._exponent = exponent
+        self._initial = initial
+        self._zero_on_sample = zero_on_sample
+        self._maxfrac = maxfrac
+        self._branching = branching
+        self._present = SlotSet()
+        self._unseen = SlotSet()  # Those present whose priority is infinite.
+        self._weights = SumTree(branching)  # By slot; zero for unseen and absent ones.
+
+    def __len__(self) -> int:
+        return len(self._present)
+
+    def insert(self, slots: np.ndarray) -> None:
+        """Adds slots [n] with the initial priority."""
+        slots = as_slots(slots)
+        self._present.insert(slots)
+        self._weights.reserve(int(slots.max(initial=-1)) + 1)
+        if math.isinf(self._initial):
+            self._unseen.insert(slots)
+        else:
+            self._weights.update(slots, self._weigh(np.array([self._initial])))
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Removes slots [n]."""
+        slots = as_slots(slots)
+        self._present.remove(slots)
+        self._unseen.remove(slots[self._unseen.contains(slots)])
+        self._weights.update(slots, 0.0)
+
+    def prioritize(self, slots: np.ndarray, priorities: np.ndarray) -> None:
+        """Sets priorities of slots that are present.
+
+        Args:
+          slots: [n]. If one is repeated, its last valid priority counts.
+          priorities: [n], or [n, T] for the T steps of each slot's sequence.
+        """
+        slots = as_slots(slots)
+        priorities = np.asarray(priorities, np.float64)
+        if priorities.ndim not in (1, 2) or len(priorities) != len(slots):
+            raise ValueError(
+                f"Expected priorities of shape [{len(slots)}] or [{len(slots)}, T], "
+                f"one row per slot, got {priorities.shape}."
+            )
+        self._present.require(slots)
+        if priorities.ndim == 2:
+            priorities = self._aggregate(priorities)
+        valid = np.isfinite(priorities) & (priorities >= 0)
+        self._set(slots[valid], self._weigh(priorities[valid]))
+
+    def sample(self, amount: int, peek: bool = False) -> np.ndarray:
+        """Draws slots [amount]."""
+        self._check_amount(amount)
+        rng = self._rng(peek)
+        if peek or not self._zero_on_sample:
+            return self._draw(amount, rng)
+        # To draw with replacement and to leave out repetitions has the same
+        # distribution as to draw one by one and to set each to zero.
+        parts = []
+        while amount and (len(self._unseen) or self._weights.total > 0):
+            drawn = self._draw(amount, rng)
+            drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]
+            self._set(drawn, 0.0)
+            parts.append(drawn)
+            amount -= len(drawn)
+        return np.concatenate([*parts, self._draw(amount, rng)])
 
     def save(self) -> Tree:
-        """Returns the slots in their order and the random state."""
-        return self._saved(slots=self._order.slots(), random=self._save_random())
+        """Returns the slots with their weights, and the random state."""
+        present = self._present.slots()
+        return self._saved(
+            slots=present,
+            unseen=self._unseen.slots(),
+            weights=self._weights[present],
+            random=self._save_random(),
+        )
 
     def load(self, data: Tree) -> None:
-        """Restores the slots, their order and the random state."""
-        self._check_saved(data, "slots", "random")
-        order = InsertionOrder()
-        order.insert(as_slots(data["slots"]))
+        """Restores the slots, their weights and the random state."""
+        self._check_saved(data, "slots", "unseen", "weights", "random")
+        slots = as_slots(data["slots"])
+        present, unseen, weights = SlotSet(), SlotSet(), SumTree(self._branching)
+        present.insert(slots)
+        unseen.insert(as_slots(data["unseen"]))
+        weights.reserve(int(slots.max(initial=-1)) + 1)
+        weights.update(slots, data["weights"])
         self._load_random(data["random"])
-        self._order = order
+        self._present, self._unseen, self._weights = present, unseen, weights
+
+    def _draw(self, amount: int, rng: np.random.Generator) -> np.ndarray:
+        if len(self._unseen):
+            return self._unseen.at(rng.integers(len(self._unseen), size=amount))
+        if self._weights.total > 0:
+            return self._weights.find(rng.random(amount) * self._weights.total)
+        return self._present.at(rng.integers(max(1, len(self)), size=amount))
+
+    def _set(self, slots: np.ndarray, weights: Any) -> None:
+        self._unseen.remove(np.unique(slots[self._unseen.contains(slots)]))
+        self._weights.update(slots, weights)
+
+    def _weigh(self, priorities: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore", under="ignore"):
+            weights = np.minimum(priorities**self._exponent, _LARGEST)
+        return np.where(priorities > 0, weights, 0.0)
+
+    def _aggregate(self, priorities: np.ndarray) -> np.ndarray:
+        """Returns [n] from [n, T]; NaN where no step has a valid priority."""
+        valid = np.isfinite(priorities) & (priorities >= 0)
+        priorities = np.where(valid, priorities, 0.0)
+        counts = valid.sum(1)
+        mean = (priorities / np.maximum(1, counts)[:, None]).sum(1)
+        largest = priorities.max(1, initial=0.0)
+        mixed = self._maxfrac * largest + (1 - self._maxfrac) * mean
+        return np.where(counts > 0, mixed, np.nan)
 
 
 class Mixture(SeededSelector):

@@ -2,9 +2,10 @@
 
 Start with `train`, which reads as one screen; `training_run` has the functions that it
 calls, and there is one file for each thing behind that: `collecting` (environments,
-evaluation), `trainer`, `ratio` (how much to train), `saving` (checkpoints), `metrics`,
+evaluation), `trainer`, `saving` (checkpoints), `metrics`,
 `console` (messages and signals). The loop over many processes is in `parallel`, which
-is imported on first use.
+is imported on first use. How much to train for each step is decided in
+`replay/limiters.py`.
 """
 
 import importlib

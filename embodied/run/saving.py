@@ -1,4 +1,13 @@
-"""Saves all of a run as one checkpoint, and restores it. The process that trains."""
+"""Saves all of a run as one checkpoint, and restores it. Any process that has state.
+
+A save takes the state of all parts at one moment, writes it, and commits it:
+
+    records = writer.write(tag, {'agent': agent.save(), 'replay': replay.cut()})
+    checkpoint.commit(tag, records, {'step': step})    # If that fails: discard both.
+
+`RunCheckpoint` does so for a run in one process; for a run over several processes see
+`parallel/conductor.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +22,7 @@ from typing import Any, Protocol
 from embodied.base import Agent, Tree
 from embodied.checkpoint import Checkpoint, CheckpointError, FileRecord, Manifest
 from embodied.driver import EnvError
-from embodied.replay import Replay
+from embodied.replay import Replay, ReplayCut, SavedReplay
 
 FOLDER = "ckpt"  # In the logdir.
 AGENT = "agent"
@@ -45,6 +54,67 @@ class StepCount:
     def load(self, data: Tree) -> None:
         """Goes on counting from there."""
         self._counter.load(int(data["step"]))
+
+
+class PartWriter:
+    """Writes parts of checkpoints, and removes those that were not committed.
+
+    Args:
+      checkpoint: that the parts belong to.
+      root: the logdir.
+      suffix: of the names of parts.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, root: Path, suffix: str = ""):
+        self._checkpoint = checkpoint
+        self._root = root
+        self._suffix = suffix
+        self._tag = ""
+        self._saved: list[SavedReplay] = []  # Under that tag.
+
+    def write(
+        self, tag: str, states: Mapping[str, Tree | ReplayCut]
+    ) -> list[FileRecord]:
+        """Writes parts under a tag; returns the records to commit.
+
+        Args:
+          tag: from `Checkpoint.new_tag`.
+          states: by name of the part, its state or the cut of a replay. Cuts are
+            closed.
+
+        Raises:
+          CheckpointError: one could not be written; replays have removed their files.
+        """
+        self._tag, self._saved = tag, []
+        records: list[FileRecord] = []
+        try:
+            with contextlib.ExitStack() as stack:
+                for state in states.values():
+                    if isinstance(state, ReplayCut):
+                        stack.enter_context(state)
+                for name, state in states.items():
+                    if isinstance(state, ReplayCut):
+                        with state:  # Ends here, so that inserts that wait go on.
+                            saved = state.write()
+                        self._saved.append(saved)
+                        records += saved.records(self._root)
+                        state = saved.data
+                    name += self._suffix
+                    records += self._checkpoint.write_part(tag, name, state)
+        except BaseException:
+            self.discard(tag)
+            raise
+        return records
+
+    def discard(self, tag: str) -> None:
+        """Removes the files of replays that the last `write` wrote under a tag.
+
+        Those of parts are removed by `Checkpoint.discard`.
+        """
+        if tag == self._tag:
+            for saved in self._saved:
+                saved.discard()
+            self._saved = []
 
 
 class RunCheckpoint:
@@ -80,6 +150,7 @@ class RunCheckpoint:
         self._args = args
         self._root = Path(args.logdir)
         self._checkpoint = Checkpoint(self._root, FOLDER, keep=args.keep)
+        self._writer = PartWriter(self._checkpoint, self._root)
         self._counter = counter
         self._agent = agent
         self._parts: dict[str, Part] = {
@@ -134,7 +205,7 @@ class RunCheckpoint:
             )
 
     def changed(self) -> None:
-        """Says that there is something to save although no step was counted."""
+        """Notes that there is something to save although no step was counted."""
         self._saved = None
 
     def save(self) -> bool:
@@ -146,32 +217,29 @@ class RunCheckpoint:
         step = int(self._counter)
         if step == self._saved:
             return True
-        tag, records = "", list[FileRecord]()
-        replays: list[tuple[Replay, Tree]] = []
+        tag = ""
         try:
             tag = self._checkpoint.new_tag()
-            for name, part in self._parts.items():
-                data = part.save()
-                if isinstance(part, Replay):
-                    replays.append((part, data))
-                records += self._checkpoint.write_part(tag, name, data)
-            files = [r for x, data in replays for r in x.records(data, self._root)]
-            self._checkpoint.commit(tag, records + files, {"step": step})
+            states = {
+                name: part.cut() if isinstance(part, Replay) else part.save()
+                for name, part in self._parts.items()
+            }
+            records = self._writer.write(tag, states)
+            self._checkpoint.commit(tag, records, {"step": step})
         except CheckpointError as error:
             logger.warning("Step %d was not saved. %s", step, error)
             if tag:
-                self._take_back(tag, replays)
+                self._take_back(tag)
             return False
         self._saved = step
         return True
 
-    def _take_back(self, tag: str, replays: list[tuple[Replay, Tree]]) -> None:
+    def _take_back(self, tag: str) -> None:
         """Removes the files of a save that failed, for the next to have room."""
         try:
             # What was committed after all, although that raised, is left alone.
             if self._checkpoint.discard(tag):
-                for replay, data in replays:
-                    replay.discard(data)
+                self._writer.discard(tag)
         except (CheckpointError, OSError) as error:
             logger.warning("Files of that save may be left. %s", error)
 
@@ -217,7 +285,7 @@ class RunCheckpoint:
 
 @contextlib.contextmanager
 def must_continue(logdir: str | os.PathLike[str]) -> Iterator[None]:
-    """Says what to do if the run of a logdir does not fit the settings of this one.
+    """Explains what to do if the run of a logdir does not fit the settings of this one.
 
     Raises:
       CheckpointError: the body raised a ValueError.

@@ -13,17 +13,17 @@ from typing import Any
 from embodied.base import Agent
 from embodied.clock import LocalClock
 from embodied.episodes import Episodes
-from embodied.replay import Replay
+from embodied.replay import Replay, limiters
 from embodied.run.collecting import Collector, Evaluator, MakeEnv
 from embodied.run.console import SAVING, stop_on_signals
 from embodied.run.metrics import Meter
-from embodied.run.ratio import TrainRatio
 from embodied.run.saving import RunCheckpoint, must_continue
 from embodied.run.trainer import MakeStream, Trainer
 from embodied.run.usage import Usage
 
 TRAIN_REPLAY = "replay"  # Names of folders, parts of checkpoints, and metrics.
 EVAL_REPLAY = "replay_eval"
+LIMITER = "limiter"
 
 
 class Limit:
@@ -96,7 +96,7 @@ class TrainingRun:
     logger: Any
     replays: Mapping[str, Replay]
     episodes: Episodes
-    ratio: TrainRatio
+    limiter: limiters.SamplesPerInsert
     collector: Collector
     trainer: Trainer
     checkpoint: RunCheckpoint
@@ -119,7 +119,9 @@ class TrainingRun:
         with self.meter.section("collect"):
             steps = self.collector.collect()
         self.meter.count("policy", steps)
-        self.ratio.collected(steps)
+        self.limiter.insert(steps)
+        replay = self.replays[TRAIN_REPLAY]
+        self.limiter.available(len(replay), replay.full)
 
     def train(self, *clocks: LocalClock) -> None:
         """Makes the updates that are due, as far as there is nothing else to do.
@@ -137,7 +139,7 @@ class TrainingRun:
         with self.meter.section("train"):
             updates = self.trainer.train(due, pause)
         if updates:
-            self.ratio.trained(updates)
+            self.limiter.sample(updates * self.args.batch_size)
             self.checkpoint.changed()
         batch = self.args.batch_size * self.args.batch_length
         self.meter.count("train", updates * batch)
@@ -194,8 +196,19 @@ class TrainingRun:
         )
 
     def _due(self) -> int:
-        replay = self.replays[TRAIN_REPLAY]
-        return self.ratio.due(len(replay), replay.capacity)
+        return self.limiter.due(self.args.batch_size)
+
+
+def make_limiter(args: Any) -> limiters.SamplesPerInsert:
+    """Returns what keeps training to `args.train_ratio`, in all training programs.
+
+    Training begins when the replay has as many sequences as a batch has time steps.
+    """
+    return limiters.SamplesPerInsert(
+        args.train_ratio / args.batch_length,
+        tolerance=4 * args.batch_size,
+        min_size=args.batch_size * args.batch_length,
+    )
 
 
 @contextlib.contextmanager
@@ -229,17 +242,13 @@ def open_run(
         agent = make_agent()
         replays = {name: make() for name, make in make_replays.items()}
         replay = replays[TRAIN_REPLAY]
-        ratio = TrainRatio(
-            args.train_ratio,
-            args.batch_size,
-            args.batch_length,
-            start=args.batch_size * args.batch_length,
-        )
+        limiter = make_limiter(args)
         checkpoint = RunCheckpoint(
-            args, logger.step, agent, {**replays, "ratio": ratio}
+            args, logger.step, agent, {**replays, LIMITER: limiter}
         )
         with must_continue(args.logdir):
             checkpoint.restore()
+        limiter.available(len(replay), replay.full)
         # Without a timeout: a pause, as for a report, must not abandon episodes.
         episodes = Episodes(timeout=0)
         collector = stack.enter_context(
@@ -252,7 +261,7 @@ def open_run(
             logger=logger,
             replays=replays,
             episodes=episodes,
-            ratio=ratio,
+            limiter=limiter,
             collector=collector,
             trainer=trainer,
             checkpoint=checkpoint,

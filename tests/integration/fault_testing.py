@@ -28,6 +28,8 @@ DRAWN_AHEAD = 5  # Batches that the learner has asked for, or works on.
 INFLIGHT = 4  # Batches of steps on their way to the replay, or to the logger.
 # Samples by which training and collecting may differ at any moment.
 IN_BETWEEN = TOLERANCE + (DRAWN_AHEAD + 1) * BATCH + RATIO * (INFLIGHT + 1) * ENVS
+# Steps until there are as many sequences as a batch has steps: training begins.
+START = BATCH * BATCH_LENGTH + ENVS * (BATCH_LENGTH + CONTEXT - 1)
 WINDOW = 1000  # Steps over which both are compared.
 SLOW_WINDOW = 50  # The same in a run that saves all the time.
 
@@ -233,8 +235,8 @@ def check_ratio(run, lost=False, waits=True):
       run: that has just gone on.
       lost: whether one of replay, logger and agent was restarted without the others.
         Only what comes from now on is compared then.
-      waits: whether the learner waits for steps. If the run saves all the time, steps
-        are let through, and it may be behind.
+      waits: whether the learner waits for steps. If the run saves all the time, it may
+        be behind.
     """
     run.saves()
     seen = len(manifests(run.logdir))
@@ -250,7 +252,7 @@ def check_ratio(run, lost=False, waits=True):
     updates = [updates_of(run.logdir, manifest) for manifest in saved]
     assert updates == sorted(updates)
     ahead = [
-        BATCH * count - RATIO * manifest.meta["step"]
+        BATCH * count - RATIO * max(0, manifest.meta["step"] - START)
         for count, manifest in zip(updates, saved)
     ]
     since = [x - ahead[seen - 1] for x in ahead[seen:]]

@@ -12,7 +12,7 @@ from parallel_testing import wait_until
 from embodied.checkpoint import Checkpoint
 
 NOT_SAVED = "WARNING: A checkpoint could not be saved, training goes on. "
-SAMPLE = ("ckpt/agent/", "ckpt/replay_calls/", "replay/")
+SAMPLE = ("ckpt/agent/", "ckpt/limiter/", "replay/")
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ class TestRolesThatComeBack:
             logger = run.pid_of("logger")
             os.kill(logger, signal.SIGSTOP)  # No save is committed without it.
             saved = manifests(tmp_path)[-1].tag
-            written = tmp_path / "ckpt" / "replay_calls"
+            written = tmp_path / "ckpt" / "replay_eval"
             wait_until(lambda: newest_part(written) > saved, program=run)
             run.kill("replay")
             wait_until(lambda: run.output().count("The replay has ") > 1, program=run)

@@ -119,12 +119,13 @@ def test_the_second_interrupt_ends_it_at_once(tmp_path):
     [
         (FAILING.format(method="train"), "agent"),
         (FAILING.format(method="policy"), "agent"),
+        (FAILING.format(method="save"), "agent"),
         (FAILING.format(method="load = None; __init__"), "agent"),
         (FAILING.format(method="_") + "parallel.make_env = fail", "env"),
         (FAILING.format(method="_") + "parallel.make_replay = fail", "replay"),
         (FAILING.format(method="_") + "parallel.make_logger = fail", "logger"),
     ],
-    ids=["train", "policy", "make_agent", "env", "replay", "logger"],
+    ids=["train", "policy", "save", "make_agent", "env", "replay", "logger"],
 )
 def test_a_failure_names_the_role_with_its_traceback(tmp_path, body, role):
     script = write_script(tmp_path, body)

@@ -7,28 +7,53 @@ import time
 
 from hypothesis import strategies as st
 
-from embodied.replay import limiters
+from embodied.replay.limiters import SamplesPerInsert
 
 PATIENCE = 60.0  # Seconds after which a thread that waits counts as stuck.
 
 
 def started(ratio=0.5, tolerance=64, min_size=16):
-    """Returns a limiter with the first batch stored."""
-    limiter = limiters.SamplesPerInsert(ratio, tolerance, min_size)
-    limiter.available(min_size)
+    """Returns a limiter at the moment at which training begins."""
+    limiter = SamplesPerInsert(ratio, tolerance, min_size)
+    limiter.insert(1)
+    limiter.available(min_size, full=False)
     return limiter
+
+
+def may_insert(limiter, amount=1):
+    return limiter.wait_insert(amount, timeout=0)
+
+
+def may_sample(limiter):
+    return limiter.wait_sample(timeout=0)
+
+
+def insert(limiter, amount=1, timeout=PATIENCE):
+    """Counts steps as soon as they may be stored; returns whether they may."""
+    if not limiter.wait_insert(amount, timeout):
+        return False
+    limiter.insert(amount)
+    return True
+
+
+def sample(limiter, amount=16, timeout=PATIENCE):
+    """Counts samples as soon as they may be drawn; returns whether they may."""
+    if not limiter.wait_sample(timeout):
+        return False
+    limiter.sample(amount)
+    return True
 
 
 def insert_until_held(limiter, amount=1):
     count = 0
-    while limiter.insert(amount, timeout=0):
+    while insert(limiter, amount, timeout=0):
         count += amount
     return count
 
 
 def sample_until_held(limiter, amount=16):
     count = 0
-    while limiter.sample(amount, timeout=0):
+    while sample(limiter, amount, timeout=0):
         count += amount
     return count
 
@@ -81,17 +106,19 @@ def settings_of_a_run(draw):
         "ratio": draw(st.sampled_from([1 / 64, 0.1, 1 / 3, 0.5, 1.0, 7.3, 16.0])),
         "tolerance": batch * draw(st.integers(1, 5)),
         "batch": batch,
+        "min_size": draw(st.integers(1, 60)),
         "groups": draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)),
         "prefill": draw(st.integers(0, 60)),
     }
 
 
-def check_bounds(limiter, run, started):
-    """Checks how far samples are ahead.
+def make_limiter(run):
+    return SamplesPerInsert(run["ratio"], run["tolerance"], run["min_size"])
 
-    Args:
-      started: an upper bound of the steps that were stored when sampling could begin.
-    """
-    largest = run["ratio"] * max(*run["groups"], started)
-    ahead = limiter.stats()["ahead"]
-    assert -max(run["tolerance"], largest) - 1e-6 <= ahead <= run["batch"]
+
+def check_bounds(limiter, run):
+    """Checks how far samples are ahead, once training has begun."""
+    largest = run["ratio"] * max(run["groups"])
+    if limiter.begun:
+        ahead = limiter.stats()["ahead"]
+        assert -max(run["tolerance"], largest) - 1e-6 <= ahead <= run["batch"]

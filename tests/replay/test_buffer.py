@@ -19,7 +19,7 @@ from replay_testing import (
     versions,
 )
 
-from embodied.replay import Replay, cgroups, memory, selectors
+from embodied.replay import Replay, selectors, sizing
 from embodied.replay.index import ONLINE_LIMIT
 
 
@@ -65,7 +65,7 @@ class TestSamples:
         fill(replay, [0], range(6))
         batch = replay.sample(2)
         assert batch["dyn/deter"].shape == (2, context, 4)
-        assert batch["dyn/stoch"].shape == (2, context, 3, 5)
+        assert batch["dyn/stoch"].shape == (2, context, 3)
         assert batch["count"].shape == (2, 4)
         check_batch(batch)
 
@@ -409,7 +409,7 @@ class TestCapacity:
         assert fits.stats()["bytes"] <= 1e6
 
     def test_auto_bytes_shrink_the_capacity_with_a_warning(self, monkeypatch, caplog):
-        monkeypatch.setattr(memory, "available_bytes", lambda: 2e5)
+        monkeypatch.setattr(sizing, "available_bytes", lambda: 2e5)
         replay = Replay(3, 1e6, chunksize=16, name="train")
         with caplog.at_level(logging.WARNING, "embodied.replay"):
             fill(replay, [0], range(6))
@@ -443,10 +443,10 @@ class TestCapacity:
 
     def test_the_limit_of_a_container_counts(self, monkeypatch):
         free = psutil.virtual_memory().available
-        monkeypatch.setattr(cgroups, "bytes_left", lambda: math.inf)
-        assert memory.available_bytes() > free / 2
-        monkeypatch.setattr(cgroups, "bytes_left", lambda: 700)
-        assert memory.available_bytes() == 700
+        monkeypatch.setattr(sizing, "cgroup_bytes_left", lambda: math.inf)
+        assert sizing.available_bytes() > free / 2
+        monkeypatch.setattr(sizing, "cgroup_bytes_left", lambda: 700)
+        assert sizing.available_bytes() == 700
 
     def test_reserved_memory_is_not_taken_before_it_is_written(self):
         process = psutil.Process()
@@ -575,7 +575,7 @@ class TestUpdates:
             ({"stepid": np.zeros((1, 3, 19), np.uint8)}, r"\[..., 20\]"),
             ({"stepid": np.zeros((1, 3, 20), np.int32)}, "got int32"),
             ({"dyn/deter": np.zeros((1, 3, 4), np.float32)}, "dyn/deter as bfloat16"),
-            ({"dyn/stoch": np.zeros((1, 2, 3, 5), np.float32)}, r"\(1, 3, 3, 5\)"),
+            ({"dyn/stoch": np.zeros((1, 2, 3), np.uint8)}, r"\(1, 3, 3\)"),
             ({"priority": np.zeros((1, 2), np.float32)}, r"priority of shape \(1, 3\)"),
             ({"image": np.zeros((1, 3), np.uint8)}, r"got \['image'\] in addition"),
         ],

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from embodied.replay.cgroups import bytes_left
+from embodied.replay.sizing import cgroup_bytes_left
 
 UNLIMITED_V1 = 9223372036854771712  # What version 1 writes for no limit.
 
@@ -28,7 +28,7 @@ class System:
 
     def left(self, *lines):
         self.membership.write_text("".join(f"{line}\n" for line in lines))
-        return bytes_left(self.membership, self.root)
+        return cgroup_bytes_left(self.membership, self.root)
 
     def _write(self, path, files):
         folder = self.root / path
@@ -38,7 +38,7 @@ class System:
 
 
 def test_without_groups_or_limits_there_is_no_limit(system):
-    assert bytes_left(system.membership, system.root) == math.inf
+    assert cgroup_bytes_left(system.membership, system.root) == math.inf
     assert system.left("0::/") == math.inf
     system.group("user.slice", "max", 300)
     assert system.left("0::/user.slice") == math.inf

@@ -16,6 +16,7 @@ from replay_testing import (
     make_steps,
     make_update,
     versions,
+    write_save,
 )
 
 from embodied.checkpoint import Checkpoint, CheckpointError
@@ -39,10 +40,10 @@ def checkpoint(tmp_path):
 def commit(checkpoint, root, replay, meta=None):
     """Saves replay as a conductor does."""
     tag = checkpoint.new_tag()
-    data = replay.save()
-    records = checkpoint.write_part(tag, "replay", data)
-    checkpoint.commit(tag, records + replay.records(data, root), meta)
-    return data
+    saved = write_save(replay)
+    records = checkpoint.write_part(tag, "replay", saved.data)
+    checkpoint.commit(tag, records + saved.records(root), meta)
+    return saved.data
 
 
 def names(folder, kind="*"):
@@ -245,12 +246,12 @@ class TestRoundTrip:
     def test_without_directory_there_is_nothing_to_save(self):
         replay = Replay(2)
         fill(replay, [0], range(5))
-        data = replay.save()
+        saved = write_save(replay)
         loaded = Replay(2)
-        loaded.load(data)
+        loaded.load(saved.data)
         assert len(loaded) == 0
         assert loaded.stats()["total_inserts"] == 5
-        assert replay.records(data, "/") == []
+        assert saved.records("/") == []
         with pytest.raises(ValueError, match="Expected a directory"):
             loaded.load()
 
@@ -405,7 +406,7 @@ class TestFiles:
         before = contents(tmp_path)
         fill(replay, [0], range(20, 30))
         replay.update(make_update(replay.sample(10, "report"), 2))
-        replay.discard(replay.save())
+        write_save(replay).discard()
         assert contents(tmp_path) == before
         loaded = make(length=2, context=2, selector=selectors.Fifo())
         loaded.load(replay.save())
@@ -503,12 +504,50 @@ class TestFiles:
     def test_records_are_relative_to_the_root(self, make, tmp_path):
         replay = make()
         fill(replay, [0], range(20))
-        data = replay.save()
-        records = replay.records(data, tmp_path)
+        saved = write_save(replay)
+        records = saved.records(tmp_path)
         assert {x.path for x in records} == {f"replay/{x}" for x in names(tmp_path)}
         assert not any(record.required for record in records)
         with pytest.raises(ValueError, match="Expected the root"):
-            replay.records(data, tmp_path / "elsewhere")
+            saved.records(tmp_path / "elsewhere")
+
+
+class TestCuts:
+    def test_steps_after_the_cut_do_not_belong_to_the_save(self, make):
+        replay = make()
+        fill(replay, [0, 1], range(20))
+        with replay.cut() as cut:
+            fill(replay, [0, 1], range(20, 40))
+            saved = cut.write()
+        loaded = make()
+        loaded.load(saved.data)
+        assert all_starts(loaded) == {(w, c) for w in (0, 1) for c in range(18)}
+        assert loaded.stats()["total_inserts"] == 40
+
+    def test_a_cut_that_is_not_written_lets_go_of_everything(self, make, tmp_path):
+        replay = make(length=2, capacity=20)
+        fill(replay, [0], range(20))
+        replay.cut().close()
+        fill(replay, [0], range(20, 400))
+        assert replay.stats()["chunks"] <= 24, "evicted chunks are still held"
+        replay.save()
+        assert names(tmp_path, "steps")
+
+    def test_a_failing_write_lets_the_next_save_begin(self, make, monkeypatch):
+        replay = make(save_wait=True)
+        fill(replay, [0], range(20))
+
+        def fail(*args):
+            raise CheckpointError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(replay._folder, "write", fail)
+            with pytest.raises(CheckpointError, match="full"):
+                replay.save()
+        fill(replay, [0], range(20, 40))
+        loaded = make()
+        loaded.load(replay.save())
+        assert len(loaded) == len(replay) == 38
 
 
 class TestOtherFolders:
@@ -756,7 +795,7 @@ class TestFullDisk:
                 replay.save()
         assert len(names(tmp_path)) > 8
         fill(replay, [0], range(20, 60))
-        listed = {x.path for x in replay.records(replay.save(), tmp_path / "replay")}
+        listed = {x.path for x in write_save(replay).records(tmp_path / "replay")}
         assert listed <= names(tmp_path)
         first_save = {name for name in names(tmp_path) if "-00000001." in name}
         assert names(tmp_path) == listed | first_save

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from replay_testing import check_batch, fill, make_update
+from replay_testing import check_batch, fill, make_update, write_save
 
 from embodied.checkpoint import Checkpoint, Manifest
 from embodied.replay import Replay, selectors
@@ -59,9 +59,9 @@ def save_until_killed(root):
         spans[-1][1] += 7
         replay.update(make_update(replay.sample(4), count))
         tag = checkpoint.new_tag()
-        data = replay.save()
-        records = checkpoint.write_part(tag, "replay", data)
-        records += replay.records(data, root)
+        saved = write_save(replay)
+        records = checkpoint.write_part(tag, "replay", saved.data)
+        records += saved.records(root)
         checkpoint.commit(tag, records, {"spans": spans})
         print(spans[-1][1], flush=True)
 

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_testing import check_batch, make_step, make_update, versions
+from replay_testing import (
+    check_batch,
+    make_step,
+    make_update,
+    versions,
+    write_save,
+)
 
 from embodied.replay import Replay, selectors
 
@@ -179,15 +185,15 @@ class Run:
         self.model.abandon(worker)
 
     def save(self):
-        self.saved = self.replay.save(), copy.deepcopy(self.model)
+        self.saved = write_save(self.replay), copy.deepcopy(self.model)
 
     def load(self):
         if self.saved is None:
             return
-        data, model = self.saved
+        saved, model = self.saved
         self.replay = self.make()
-        self.replay.load(data)
-        records = self.replay.records(data, self.folder)
+        self.replay.load(saved.data)
+        records = saved.records(self.folder)
         self.replay.clean({record.path for record in records}, self.folder)
         self.model = copy.deepcopy(model)
         self.model.end_streams()
@@ -198,13 +204,13 @@ class Run:
         """Loads without the list of files, right after a save."""
         if self.saved is not None:
             return
-        data = self.replay.save()
+        saved = write_save(self.replay)
         other = self.make()
         other.load()
         assert len(other) >= len(self.replay) or self.tight
         if len(other):
             check_batch(other.sample(5, "report"))
-        self.replay.discard(data)
+        saved.discard()
 
 
 @pytest.mark.parametrize(

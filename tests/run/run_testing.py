@@ -17,6 +17,7 @@ from embodied.replay import Replay
 from embodied.streams import Consec, Stateless
 
 LENGTH = 5  # Actions in an episode, which has one transition more.
+START = 36  # Steps of two envs after which there are 4 · 6 sequences: training begins.
 
 DEFAULTS = {
     "steps": 200,
@@ -177,12 +178,11 @@ def make_replay(args, name="replay", **kwargs):
     )
     return Replay(
         length + args.replay_context,
-        capacity=1000,
         directory=f"{args.logdir}/{name}",
         chunksize=64,
         context=args.replay_context,
         name=name,
-        **kwargs,
+        **{"capacity": 1000, **kwargs},
     )
 
 
@@ -214,8 +214,8 @@ class Parts:
         self.agent = NotingAgent()
         return self.agent
 
-    def make_replay(self):
-        self.replay = make_replay(self.args)
+    def make_replay(self, **kwargs):
+        self.replay = make_replay(self.args, **kwargs)
         return self.replay
 
     def make_replay_eval(self):

@@ -17,8 +17,8 @@ from embodied.run.eval_only import write_result
 
 @pytest.fixture
 def trained(tmp_path):
-    """The logdir of a run of 30 steps."""
-    Parts(tmp_path / "run", steps=30).train()
+    """The logdir of a run of 40 steps."""
+    Parts(tmp_path / "run", steps=40).train()
     return tmp_path / "run"
 
 
@@ -33,11 +33,11 @@ def test_it_plays_with_the_agent_of_the_run(trained, tmp_path, capsys, folder):
     result = parts.eval_only()
     assert result.scores == (3.0 * LENGTH,) * 6
     assert result.lengths == (LENGTH,) * 6
-    assert (result.step, result.mean_score, result.margin) == (30, 3.0 * LENGTH, 0)
+    assert (result.step, result.mean_score, result.margin) == (40, 3.0 * LENGTH, 0)
     assert parts.agent.updates > 0
     assert {mode for mode, _ in parts.agent.policies} == {"eval"}
     assert (
-        "6 episodes of the agent of step 30: mean score 15" in capsys.readouterr().out
+        "6 episodes of the agent of step 40: mean score 15" in capsys.readouterr().out
     )
     assert files(trained) == before, "it is only read"
     assert [path.name for path in (tmp_path / "eval").iterdir()] == ["eval"]
@@ -48,7 +48,7 @@ def test_metrics_are_those_of_evaluation_at_the_step_of_the_agent(trained, tmp_p
     parts.eval_only()
     logger = parts.logger
     assert logger.values("eval_episode/score") == [3.0 * LENGTH] * 2
-    assert {step for step, _, _ in logger.rows} == {30}
+    assert {step for step, _, _ in logger.rows} == {40}
     assert {"eval_epstats/reward_rate", "fps/policy"} <= logger.names()
     assert not [name for name in logger.names() if name.startswith(("epis", "epst"))]
     assert logger.closed
@@ -64,11 +64,11 @@ def test_it_plays_the_number_of_episodes_asked_for(trained, tmp_path, envs, epis
 def test_results_are_written_as_json(trained, tmp_path, capsys):
     parts = Parts(tmp_path, from_checkpoint=str(trained), eval_eps=3)
     parts.eval_only()
-    path = tmp_path / "eval/30.json"
+    path = tmp_path / "eval/40.json"
     assert f"Written to {path}" in capsys.readouterr().out
     assert json.loads(path.read_text()) == {
         "checkpoint": str(trained),
-        "step": 30,
+        "step": 40,
         "episodes": 3,
         "wanted": 3,
         "mean_score": 15.0,
@@ -108,7 +108,7 @@ def test_the_largest_value_of_each_episode_is_kept_by_key(trained, tmp_path):
 
 def test_an_evaluation_without_episodes_has_a_result_too(trained, tmp_path):
     Parts(tmp_path, from_checkpoint=str(trained), steps=1).eval_only()
-    result = json.loads((tmp_path / "eval/30.json").read_text())
+    result = json.loads((tmp_path / "eval/40.json").read_text())
     assert (result["episodes"], result["wanted"]) == (0, 2)
     assert result["mean_score"] is result["interval"] is result["mean_length"] is None
 
@@ -135,8 +135,8 @@ def test_a_video_of_an_episode_is_written_by_key(trained, tmp_path, log_every):
     parts = Parts(tmp_path, from_checkpoint=source, eval_eps=4, log_every=log_every)
     parts.task = Filmed
     parts.eval_only()
-    videos = json.loads((tmp_path / "eval/30.json").read_text())["videos"]
-    assert videos == ["eval/30-image.gif", "eval/30-small_view.gif"]
+    videos = json.loads((tmp_path / "eval/40.json").read_text())["videos"]
+    assert videos == ["eval/40-image.gif", "eval/40-small_view.gif"]
     for name in videos:
         with PIL.Image.open(tmp_path / name) as film:
             assert (film.n_frames, film.size) == (LENGTH + 1, (24, 16))

@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from run_testing import (
+    START,
     NotingAgent,
     Parts,
     contents,
@@ -61,10 +62,11 @@ class TestResume:
 
     @pytest.mark.parametrize("ratio", [4e-7, 3.7, 20.0])
     def test_the_ratio_is_exact_over_all_resumes(self, tmp_path, ratio):
-        for steps in (14, 30, 62, 64, 200):
+        Parts(tmp_path, steps=START, train_ratio=ratio, envs=2).train()
+        for steps in (38, 62, 64, 200):
             parts = Parts(tmp_path, steps=steps, train_ratio=ratio, envs=2)
             parts.train()
-        ahead = parts.agent.updates * 4 * 6 - ratio * 200
+        ahead = parts.agent.updates * 4 * 6 - ratio * (200 - START)
         assert 0 < ahead <= 4 * 6
 
     def test_random_numbers_go_on(self, tmp_path):
@@ -215,7 +217,7 @@ class TestFullDisk:
         return state
 
     @pytest.mark.parametrize(
-        "folder", ["ckpt/logger", "ckpt/ratio", "/replay/", "ckpt"]
+        "folder", ["ckpt/logger", "ckpt/limiter", "/replay/", "ckpt"]
     )
     def test_training_goes_on_with_a_warning_and_is_saved_later(
         self, tmp_path, disk, caplog, folder
@@ -223,30 +225,28 @@ class TestFullDisk:
         disk["folder"] = folder
 
         class Watching(NotingAgent):
-            """Sees the disk full from update 11 on, and free from update 14 on.
-
-            The first nine come at once, for the steps that filled the replay.
-            """
+            """Sees the disk full from update 3 on, and free from update 6 on."""
 
             def train(self, carry, batch):
-                disk["full"] = 11 <= self.updates < 14
-                if self.updates == 14:
+                disk["full"] = 3 <= self.updates < 6
+                if self.updates == 6:
                     seen.append(saved_steps(tmp_path)[-1])
                 return super().train(carry, batch)
 
         seen = []
-        parts = Parts(tmp_path, steps=34, train_ratio=12.0, save_every=-1.0)
+        steps = START + 20
+        parts = Parts(tmp_path, steps=steps, train_ratio=12.0, save_every=-1.0)
         parts.make_agent = Watching
         parts.train()
         assert "was not saved. The disk that holds" in caplog.text
-        assert seen and seen[0] < 28, "the last good one is still there"
-        assert newest_step(tmp_path) == 34
+        assert seen and seen[0] < START + 10, "the last good one is still there"
+        assert newest_step(tmp_path) == steps
         assert not unlisted(tmp_path), "failed saves leave nothing"
-        again = Parts(tmp_path, steps=34)
+        again = Parts(tmp_path, steps=steps)
         again.train()
         assert contents(again.replay) == contents(parts.replay)
 
-    @pytest.mark.parametrize("folder", ["ckpt/agent", "ckpt/ratio"])
+    @pytest.mark.parametrize("folder", ["ckpt/agent", "ckpt/limiter"])
     def test_an_end_that_cannot_be_saved_is_an_error(self, tmp_path, disk, folder):
         disk["folder"] = folder
 

@@ -5,7 +5,7 @@ import time
 import elements
 import numpy as np
 import pytest
-from run_testing import LENGTH, NotingAgent, Parts, Task, contents, newest_step
+from run_testing import LENGTH, START, NotingAgent, Parts, Task, contents, newest_step
 
 from embodied.driver import EnvError
 
@@ -75,18 +75,34 @@ class TestTraining:
     def test_trained_steps_keep_to_the_ratio(self, tmp_path, ratio):
         parts = Parts(tmp_path, steps=400, envs=2, train_ratio=ratio)
         result = parts.train()
-        assert 0 < result.updates * 4 * 6 - ratio * 400 <= 4 * 6
+        assert 0 < result.updates * 4 * 6 - ratio * (400 - START) <= 4 * 6
 
-    def test_the_first_update_comes_with_the_first_full_batch(self, tmp_path):
-        parts = Parts(tmp_path, steps=14, envs=2)
+    @pytest.mark.parametrize("ratio", [1.0, 1000.0])
+    def test_the_first_update_comes_alone_when_the_replay_is_filled(
+        self, tmp_path, ratio
+    ):
+        parts = Parts(tmp_path, steps=START - 2, envs=2, train_ratio=ratio)
         assert parts.train().updates == 0
-        assert Parts(tmp_path, steps=16, envs=2).train().updates == 0, "it begins anew"
-        other = Parts(tmp_path / "other", steps=16, envs=2)
-        assert other.train().updates > 0
+        other = Parts(tmp_path / "other", steps=START, envs=2, train_ratio=ratio)
+        assert other.train().updates == 1, "nothing is made up for"
+        assert {batch["where"].shape for batch in other.agent.trained} == {(4, 7, 3)}
+
+    def test_a_small_replay_is_filled_sooner(self, tmp_path):
+        parts = Parts(tmp_path, steps=22, envs=2, train_ratio=1.0)
+        make_replay = parts.make_replay
+        parts.make_replay = lambda: make_replay(capacity=10)
+        assert parts.train().updates == 1
+
+    def test_another_ratio_counts_from_there_on(self, tmp_path):
+        Parts(tmp_path, steps=100, envs=2, train_ratio=1.0).train()
+        parts = Parts(tmp_path, steps=100, envs=2, train_ratio=24.0)
+        assert parts.train().updates == 0, "there were no steps at this ratio"
+        parts = Parts(tmp_path, steps=110, envs=2, train_ratio=24.0)
+        assert parts.train().updates == 1 + 8, "the first two steps begin it"
 
     @pytest.mark.parametrize("ratio", [0.0, -1.0])
     def test_without_a_ratio_there_is_an_update_after_each_turn(self, tmp_path, ratio):
-        parts = Parts(tmp_path, steps=36, envs=2, train_ratio=ratio)
+        parts = Parts(tmp_path, steps=START + 20, envs=2, train_ratio=ratio)
         assert parts.train().updates == 11
 
     @pytest.mark.parametrize(("consec", "context"), [(1, 0), (3, 2)])
@@ -196,7 +212,7 @@ class TestReports:
 
 class TestLogging:
     def test_names(self, tmp_path):
-        parts = Parts(tmp_path, steps=20, report_every=-1.0, save_every=-1.0)
+        parts = Parts(tmp_path, steps=40, report_every=-1.0, save_every=-1.0)
         parts.train()
         assert parts.logger.names() >= {
             "episode/score",
@@ -232,10 +248,10 @@ class TestLogging:
     def test_means_cover_all_updates_since_the_last_write(self, tmp_path):
         parts = Parts(tmp_path, steps=60, log_every=-1.0, train_ratio=24.0)
         result = parts.train()
-        # One update a step: 17 for those that filled the replay, then pairs.
-        assert parts.logger.values("train/updates")[:3] == [9, 18.5, 20.5]
+        # One update when the replay is filled, then one a step, in pairs.
+        assert parts.logger.values("train/updates")[:3] == [1, 2.5, 4.5]
         assert parts.logger.writes == 30, "every turn; there is nothing new at the end"
-        assert result.updates == 1 + 60
+        assert result.updates == 1 + 60 - START
 
     def test_what_came_after_the_last_write_is_written_at_the_end(self, tmp_path):
         parts = Parts(tmp_path, steps=60, log_every=1e6)
@@ -277,7 +293,7 @@ class TestReproducible:
     def test_two_runs_with_one_seed_are_equal_bit_for_bit(self, tmp_path):
         first = self.run(tmp_path / "1")
         second = self.run(tmp_path / "2", save_every=0.5)
-        assert len(first.agent.trained) > 20
+        assert len(first.agent.trained) > 15
         for one, other in zip(first.agent.trained, second.agent.trained, strict=True):
             for key in one.keys() - {"stepid"}:  # Ids are unique in the world.
                 assert np.array_equal(one[key], other[key]), key

@@ -1,14 +1,15 @@
-"""The many updates that are due with the first batch: they can be ended, and seen."""
+"""Many updates that are due for a few steps: they can be ended, and seen."""
 
 import os
 import signal
 
 import numpy as np
 import pytest
-from run_testing import NotingAgent, Parts, newest_step
+from run_testing import START, NotingAgent, Parts, newest_step
 
-# After 16 steps there is a batch of 4 sequences of 6, and 667 updates are due.
-MANY = {"steps": 16, "envs": 2, "train_ratio": 1000.0}
+# Two steps after the start, 84 updates of 4 sequences of 6 are due.
+STEPS = START + 2
+MANY = {"steps": STEPS, "envs": 2, "train_ratio": 1000.0}
 ALWAYS = 1e-9  # An interval that has passed whenever somebody looks.
 
 
@@ -17,7 +18,7 @@ def finish(logdir):
     parts = Parts(logdir, log_every=ALWAYS, **MANY)
     parts.train()
     assert parts.agent.policies == [], "there were enough steps"
-    assert 0 < parts.agent.updates * 4 * 6 - 1000 * 16 <= 4 * 6
+    assert 0 < parts.agent.updates * 4 * 6 - 1000 * 2 <= 4 * 6
     writes = len(parts.agent.trained) - 1
     assert parts.logger.writes == writes, "the first update starts the clock"
     return parts.agent
@@ -33,7 +34,7 @@ def test_a_signal_ends_them_and_the_others_are_made_later(tmp_path):
     parts = Parts(tmp_path, **MANY)
     parts.make_agent = Stopping
     result = parts.train()
-    assert (result.updates, result.step, newest_step(tmp_path)) == (3, 16, 16)
+    assert (result.updates, result.step, newest_step(tmp_path)) == (3, STEPS, STEPS)
     assert parts.replay.stats()["total_train_samples"] == 3 * 4, "none in vain"
     agent = finish(tmp_path)
     assert len(agent.trained) == agent.updates - 3
@@ -42,14 +43,14 @@ def test_a_signal_ends_them_and_the_others_are_made_later(tmp_path):
 def test_a_signal_before_them_is_no_time_for_one_more(tmp_path):
     class Stopping(NotingAgent):
         def policy(self, carry, obs, mode="train"):
-            if len(self.policies) == 7:
+            if len(self.policies) == START // 2:
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().policy(carry, obs, mode)
 
     parts = Parts(tmp_path, **MANY)
     parts.make_agent = Stopping
     result = parts.train()
-    assert (result.updates, result.step) == (0, 16)
+    assert (result.updates, result.step) == (1, STEPS)
     finish(tmp_path)
 
 
@@ -58,7 +59,7 @@ def test_the_duration_ends_them(tmp_path):
     result = parts.train()
     assert 1.0 <= result.seconds < 20
     assert result.updates > 0
-    assert result.step == newest_step(tmp_path) == 16
+    assert result.step == newest_step(tmp_path) == STEPS
 
 
 def test_metrics_and_checkpoints_come_in_between(tmp_path):
@@ -73,8 +74,8 @@ def test_metrics_and_checkpoints_come_in_between(tmp_path):
     with pytest.raises(FloatingPointError):
         parts.train()
     assert parts.logger.values("train/updates") == [1, 2, 3, 4, 5]
-    assert set(parts.logger.steps("train/updates")) == {16}
-    assert newest_step(tmp_path) == 16
+    assert set(parts.logger.steps("train/updates")) == {START, STEPS}
+    assert newest_step(tmp_path) == STEPS
     agent = finish(tmp_path)
     assert len(agent.trained) == agent.updates - 5, "the last one was saved"
 
@@ -83,7 +84,7 @@ def test_pauses_change_nothing(tmp_path):
     agents = []
     for every in (0.0, ALWAYS):
         parts = Parts(
-            tmp_path / str(every), steps=40, train_ratio=100.0, log_every=every
+            tmp_path / str(every), steps=START + 4, train_ratio=100.0, log_every=every
         )
         parts.train()
         agents.append(parts.agent)

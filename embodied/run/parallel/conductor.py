@@ -1,23 +1,31 @@
-"""One consistent checkpoint over several roles. Agent process.
+"""One consistent checkpoint over several processes: from the learner's word to commit.
 
-The learner asks replay and logger to save under one tag, saves the agent, and commits
-all of it with one manifest.
+    learner   Conductor.save           asks replay and logger to save under one tag,
+    roles     RoleCheckpoint.write     each writes its parts and returns records,
+    learner   Conductor._commit        lists all of them in one manifest.
+
+Nobody waits meanwhile but a thread of the learner's process. Every role restores its
+own parts when it starts.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import fcntl
+import json
 import logging
+import os
 import threading
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from embodied.base import Agent, Tree
 from embodied.checkpoint import Checkpoint, CheckpointError, FileRecord
+from embodied.replay import ReplayCut
 from embodied.run.parallel.replicas import Replicas
-from embodied.run.parallel.saving import Starts, pack_reply, unpack_reply
-from embodied.run.saving import AGENT, FOLDER, load_agent, must_continue
+from embodied.run.saving import AGENT, FOLDER, PartWriter, load_agent, must_continue
 
 SAVE_SECONDS = 900.0  # For a role to write its part.
 DISCARD_SECONDS = 10.0
@@ -26,12 +34,13 @@ NO_TAG = "-"  # In place of a tag, if there can be no save.
 SAVED, NOT_COMMITTED, UNCLEAR = "saved", "not committed", "unclear"
 NOT_SAVED = "A checkpoint could not be saved, training goes on. %s"
 FILES_LEFT = "Files of that save may be left. %s"
+_COUNT_BYTES = 8
 
 logger = logging.getLogger("embodied.run")
 
 
 class Conductor:
-    """Restores the agent, and saves all roles at one moment.
+    """Restores the agent, and saves all roles at one moment. Agent process.
 
     A save decides at once what belongs to it; files are written in the background, by
     a thread of its own. Belongs to the learner's thread, except `abandon`.
@@ -58,8 +67,10 @@ class Conductor:
         self._saves = 0
         self._roles = {"replay": replay, "logger": logger}
         self._args = args
-        self._checkpoint = Checkpoint(Path(args.logdir), FOLDER, keep=args.keep)
-        self._starts = Starts(Path(args.logdir, FOLDER))
+        root = Path(args.logdir)
+        self._checkpoint = Checkpoint(root, FOLDER, keep=args.keep)
+        self._writer = PartWriter(self._checkpoint, root)
+        self._starts = Starts(root / FOLDER)
         self._running: concurrent.futures.Future[bool] | None = None
         self._abandoned = threading.Event()
 
@@ -72,7 +83,7 @@ class Conductor:
             self._checkpoint.clean()
         self._replicas.gather("clean", "")
         args = self._args
-        manifest = self._checkpoint.newest()
+        manifest = self._checkpoint.newest(shared=True)
         found = self._replicas.gather("found", manifest.tag if manifest else "none")
         if len(set(found)) > 1:
             raise CheckpointError(
@@ -95,28 +106,33 @@ class Conductor:
 
         Args:
           trained: batches that the learner has trained on since it started.
+
+        Raises:
+          Exception: that of the agent, which cannot be saved. What roles cannot do is
+            a warning: the last checkpoint stands, and training goes on.
         """
         self.wait()
         self._saves += 1
-        self._running = concurrent.futures.Future()
-        if self._abandoned.is_set():  # Looked at after `_running` is there to be ended.
-            _complete(self._running, False)
-            return
-        tag, starts = self._replicas.gather(f"tag {self._saves}", self._new_tag())[
-            0
-        ].split()
-        if tag == NO_TAG:
-            _complete(self._running, False)
-            return
-        parts = [
-            self._roles["replay"].save(tag, trained),
-            self._roles["logger"].save(tag),
-        ]
-        data = self._agent.save()
+        running: concurrent.futures.Future[bool] = concurrent.futures.Future()
+        self._running = running
+        try:
+            # Looked at after `_running` is there to be ended.
+            tag, starts = (NO_TAG, 0) if self._abandoned.is_set() else self._agree()
+            if tag == NO_TAG:
+                _complete(running, False)
+                return
+            parts = [
+                _call(self._roles["replay"].save, tag, trained),
+                _call(self._roles["logger"].save, tag),
+            ]
+            data = self._agent.save()
+        except BaseException:
+            _complete(running, False)
+            raise
         name = f"save {self._saves}"
         threading.Thread(
             target=self._run,
-            args=(self._running, name, tag, data, parts, int(starts)),
+            args=(running, name, tag, data, parts, starts),
             name=name,
             daemon=True,  # One that waits for a dead role must not keep the process.
         ).start()
@@ -146,15 +162,17 @@ class Conductor:
         if self._running is not None:
             concurrent.futures.wait([self._running])
 
-    def _new_tag(self) -> str:
-        """Returns a tag and the number of starts until now, where this one commits."""
+    def _agree(self) -> tuple[str, int]:
+        """Returns the tag, the same in all replicas, and the starts until now."""
+        own = f"{NO_TAG} 0"
         if self._replicas.first:
             try:
                 with self._starts.locked() as starts:
-                    return f"{self._checkpoint.new_tag()} {starts}"
+                    own = f"{self._checkpoint.new_tag()} {starts}"
             except (CheckpointError, OSError) as error:
                 logger.warning("Could not save. %s", error)
-        return f"{NO_TAG} 0"
+        tag, count = self._replicas.gather(f"tag {self._saves}", own)[0].split()
+        return tag, int(count)
 
     def _run(self, running: concurrent.futures.Future[bool], *arguments: Any) -> None:
         try:
@@ -185,8 +203,19 @@ class Conductor:
             self._take_back(tag)
         return False
 
+    def _write_parts(self, tag: str, data: Tree, parts: list[Any]) -> str:
+        records: list[FileRecord] = []
+        if self._replicas.first:  # All replicas have the same.
+            records += self._writer.write(tag, {AGENT: data})
+        meta: dict[str, Any] = {}
+        for future in parts:
+            files, facts = unpack_reply(future.result(SAVE_SECONDS))
+            records += files
+            meta |= facts
+        return pack_reply(records, meta)
+
     def _conclude(self, tag: str, every: list[str], starts: int) -> str:
-        """Commits, or removes the agent's files; returns which of the two was done."""
+        """Commits, or removes the parts' files; returns which of the two was done."""
         try:
             if all(every):
                 self._commit(tag, every, starts)
@@ -199,17 +228,6 @@ class Conductor:
         except Exception as error:
             logger.warning(FILES_LEFT, error)
             return UNCLEAR
-
-    def _write_parts(self, tag: str, data: Tree, parts: list[Any]) -> str:
-        records: list[FileRecord] = []
-        if self._replicas.first:  # All replicas have the same.
-            records += self._checkpoint.write_part(tag, AGENT, data)
-        meta: dict[str, Any] = {}
-        for future in parts:
-            files, facts = unpack_reply(future.result(SAVE_SECONDS))
-            records += files
-            meta |= facts
-        return pack_reply(records, meta)
 
     def _commit(self, tag: str, every: list[str], starts: int) -> None:
         records: list[FileRecord] = []
@@ -230,6 +248,125 @@ class Conductor:
                 client.discard(tag).result(DISCARD_SECONDS)
         except Exception as error:
             logger.warning(FILES_LEFT, error)
+
+
+class RoleCheckpoint:
+    """The parts of one role that is not the conductor. The role's process.
+
+    With several replicas each has parts of its own, with the replica's number behind
+    the name.
+
+    Args:
+      args: `logdir`, `keep`, `replica` and `replicas`.
+    """
+
+    def __init__(self, args: Any):
+        self.root = Path(args.logdir)
+        self._suffix = f"/{args.replica:05}" if args.replicas > 1 else ""
+        self._checkpoint = Checkpoint(self.root, FOLDER, keep=args.keep)
+        self._writer = PartWriter(self._checkpoint, self.root, self._suffix)
+        self._starts = Starts(self.root / FOLDER)
+
+    def load(self, names: Iterable[str]) -> dict[str, Tree]:
+        """Returns the parts of the newest checkpoint; those it lacks are left out.
+
+        What this role has saved before its start is not committed from here on.
+        """
+        self._starts.add()
+        manifest = self._checkpoint.newest(shared=True)
+        if manifest is None:
+            return {}
+        found = set(self._checkpoint.parts(manifest))
+        return {
+            name: self._checkpoint.read_part(manifest, name + self._suffix)
+            for name in names
+            if name + self._suffix in found
+        }
+
+    def listed(self) -> set[str] | None:
+        """Returns the paths of all files that a checkpoint lists, if that is known.
+
+        Call it between `load` and the first save: until then nobody commits, since a
+        save that began before `load` is refused, and a later one needs this role.
+        """
+        return self._checkpoint.listed()
+
+    def write(
+        self, tag: str, states: Mapping[str, Tree | ReplayCut], meta: Mapping[str, Any]
+    ) -> str:
+        """Writes parts under the conductor's tag; returns the answer for it.
+
+        Args:
+          tag: from the conductor.
+          states: by name, see `PartWriter.write`.
+          meta: facts for the manifest.
+        """
+        return pack_reply(self._writer.write(tag, states), meta)
+
+    def discard(self, tag: str) -> None:
+        """Removes the files of a save that was not committed."""
+        self._writer.discard(tag)
+
+
+class Starts:
+    """Counts how often roles were started, in a file. Any role.
+
+    A role that is restarted goes on from the newest checkpoint. If a save that it took
+    part in before were committed after that, what is in it would be lost to the role.
+    So a role counts its start before it looks for the newest checkpoint, and a save is
+    committed, with the file locked, only if nobody has started since it began. The
+    kernel unlocks the file of a process that dies, and nobody waits for another role
+    while it holds the lock.
+
+    Args:
+      folder: of the checkpoints.
+    """
+
+    def __init__(self, folder: Path):
+        self._path = folder / "starts"
+
+    def add(self) -> None:
+        """Counts one more."""
+        with self._open() as (fd, count):
+            # In place, which a full disk allows.
+            os.pwrite(fd, (count + 1).to_bytes(_COUNT_BYTES, "little"), 0)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[int]:
+        """Returns the number, which does not change in the block."""
+        with self._open() as (_, count):
+            yield count
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[tuple[int, int]]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield fd, int.from_bytes(os.pread(fd, _COUNT_BYTES, 0), "little")
+        finally:
+            os.close(fd)
+
+
+def pack_reply(records: Iterable[FileRecord], meta: Mapping[str, Any]) -> str:
+    """Returns a role's answer to `save` as JSON, which any transport keeps."""
+    return json.dumps([[record.to_json() for record in records], dict(meta)])
+
+
+def unpack_reply(text: Any) -> tuple[list[FileRecord], dict[str, Any]]:
+    """Returns what `pack_reply` was given."""
+    records, meta = json.loads(str(text))
+    return [FileRecord.from_json(record) for record in records], meta
+
+
+def _call(method: Any, *arguments: Any) -> Any:
+    """Returns the future of a call, also if it cannot even be sent."""
+    try:
+        return method(*arguments)
+    except Exception as error:
+        failed: concurrent.futures.Future[str] = concurrent.futures.Future()
+        failed.set_exception(error)
+        return failed
 
 
 def _complete(running: concurrent.futures.Future[bool], saved: bool) -> None:

@@ -17,11 +17,10 @@ from embodied.rpc import Unanswered
 from embodied.run.console import show_messages, stop_on_signals
 from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import find_bottleneck
-from embodied.run.parallel.saving import RoleCheckpoint, pack_reply
+from embodied.run.parallel.conductor import RoleCheckpoint
 from embodied.run.saving import LOGGER, StepCount
 from embodied.run.usage import Usage
 
-CALLS = "logger_calls"  # Part of checkpoints, beside the step.
 BOTTLENECK = "parallel/bottleneck"
 TIMER = "timer/"
 
@@ -157,24 +156,20 @@ def parallel_logger(make_logger: Any, args: Any) -> None:
 def serve(role: LoggerRole, args: Any, stop: threading.Event) -> None:
     """Connects a role and serves it until `stop` is set."""
     checkpoint = RoleCheckpoint(args)
-    parts = checkpoint.load((LOGGER, CALLS))
+    parts = checkpoint.load([LOGGER])
     if LOGGER in parts:
         role.load(parts[LOGGER])
     server = wiring.make_server("Server", args.logger_addr, "logger", args)
-    if CALLS in parts:
-        server.load(parts[CALLS])
 
     def save(tag: str) -> str:
-        with server.paused():
-            parts = {LOGGER: role.save(), CALLS: server.save()}
-        records = checkpoint.write(tag, parts)
-        return pack_reply(records, {"step": int(parts[LOGGER]["step"])})
+        state = role.save()
+        return checkpoint.write(tag, {LOGGER: state}, {"step": int(state["step"])})
 
-    server.bind("add", role.add, workers=1, once=True)
-    server.bind("tran", role.tran, workers=1, once=True)
+    server.bind("add", role.add, workers=1)
+    server.bind("tran", role.tran, workers=1)
     server.bind("wait_step", role.wait_step, workers=1)
-    server.bind("save", save)
-    server.bind("discard", lambda tag: None)
+    server.bind("save", save, workers=1)
+    server.bind("discard", checkpoint.discard)
     every = max(1.0, args.log_every) if args.log_every else None
     with server:
         while not stop.wait(every):

@@ -6,7 +6,6 @@ refreshes latents, and one saves and tells statistics.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection
@@ -14,18 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from embodied.base import Array, Stream
-from embodied.checkpoint import FileRecord
+from embodied.base import Array, Stream, Tree
 from embodied.clock import LocalClock
-from embodied.replay import Replay, limiters
+from embodied.replay import Replay, ReplayCut
 from embodied.rpc import Unanswered
 from embodied.run.console import show_messages, stop_on_signals
 from embodied.run.parallel import wiring
-from embodied.run.parallel.saving import RoleCheckpoint, pack_reply
-from embodied.run.training_run import EVAL_REPLAY, TRAIN_REPLAY
+from embodied.run.parallel.conductor import RoleCheckpoint
+from embodied.run.training_run import EVAL_REPLAY, LIMITER, TRAIN_REPLAY, make_limiter
 from embodied.run.usage import Usage
 
-LIMITER, CALLS = "limiter", "replay_calls"  # Parts of checkpoints, beside the replays.
 SMALLEST_FILLING = 10.0  # Seconds between notes on how full the replay is.
 
 logger = logging.getLogger("embodied.run")
@@ -37,8 +34,10 @@ MakeStream = Callable[[Replay, str], Stream]
 class ReplayRole:
     """The replay role without its server.
 
-    Each method of the server belongs to one thread at a time; `_lock` guards the
-    counts that they share.
+    Each method of the server belongs to one thread at a time. Two locks, which a save
+    takes both, in this order, and which nobody holds while it waits for the limiter:
+    `_storing` keeps the replays and the limiter's inserts at the same step, `_drawing`
+    the limiter's samples and the batches that were drawn.
 
     Args:
       train: stores what training envs do.
@@ -57,21 +56,20 @@ class ReplayRole:
         self._replays = {TRAIN_REPLAY: train, EVAL_REPLAY: evaluation}
         self._train, self._eval = train, evaluation
         self._batch = args.batch_size
-        self._start = args.batch_size * args.batch_length
-        self.limiter = limiters.make(
-            args.train_ratio / args.batch_length, 4 * args.batch_size, self._start
-        )
+        self.limiter = make_limiter(args)
         self._streams = {
             "train": make_stream(train, "train"),
             "report": make_stream(train, "report"),
             "eval": make_stream(evaluation, "eval"),
         }
-        self._lock = threading.Lock()
+        self._storing = threading.Lock()
+        self._drawing = threading.Lock()
         self._drawn = 0  # Training batches that the learner has been given.
         self._limited = wiring.Stopwatch()
         self._sampling = wiring.Stopwatch()
         self._inserting = wiring.Stopwatch()
-        self._filled = False
+        self._start = args.batch_size * args.batch_length
+        self._told = False  # Whether it was said that training begins.
         self._note = LocalClock(SMALLEST_FILLING)
 
     def add_batch(self, transitions: dict[str, Array]) -> None:
@@ -81,21 +79,18 @@ class ReplayRole:
         is_eval = np.asarray(steps.pop("is_eval"), bool)
         rows = np.flatnonzero(is_eval)
         if len(rows):
-            with self._inserting:
+            with self._inserting, self._storing:
                 self._eval.add_batch(_take(steps, rows, len(envids)), envids[rows])
         rows = np.flatnonzero(~is_eval)
         if not len(rows):
             return
-        if not self.limiter.insert(len(rows)):
+        if not self.limiter.wait_insert(len(rows)):
             raise Unanswered("The replay is closing.")
-        try:
-            with self._inserting:
-                self._train.add_batch(_take(steps, rows, len(envids)), envids[rows])
-        except BaseException:
-            self.limiter.withdraw(len(rows))
-            raise
-        self.limiter.available(len(self._train), self._train.capacity)
-        if not self._filled:
+        with self._inserting, self._storing:
+            self._train.add_batch(_take(steps, rows, len(envids)), envids[rows])
+            self.limiter.insert(len(rows))
+            self.limiter.available(len(self._train), self._train.full)
+        if not self._told:
             self._tell_filling()
 
     def sample_batch_train(self, number: int | None = None) -> dict[str, Array]:
@@ -105,9 +100,10 @@ class ReplayRole:
           number: how many batches the learner had asked for before.
         """
         with self._limited:
-            if not self.limiter.sample(self._batch):
+            if not self.limiter.wait_sample():
                 raise Unanswered("The replay is closing.")
-        with self._lock:
+        with self._drawing:
+            self.limiter.sample(self._batch)
             self._drawn = self._drawn + 1 if number is None else int(number) + 1
         with self._sampling:
             return next(self._streams["train"])
@@ -125,13 +121,13 @@ class ReplayRole:
         self._train.update(data)
 
     def load(self, parts: dict[str, Any]) -> None:
-        """Restores what `save` returned."""
+        """Restores the parts of a checkpoint."""
         for name, replay in self._replays.items():
             if name in parts:
                 replay.load(parts[name])
         if LIMITER in parts:
             self.limiter.load(parts[LIMITER])
-        self.limiter.available(len(self._train), self._train.capacity)
+        self.limiter.available(len(self._train), self._train.full)
         if len(self._train):
             logger.info("The replay has %d sequences from before.", len(self._train))
 
@@ -143,43 +139,18 @@ class ReplayRole:
             if name in parts:
                 replay.clean(listed, root)
 
-    def save(
-        self,
-        trained: int,
-        paused: Callable[[], contextlib.AbstractContextManager[None]],
-        calls: Callable[[], Any],
-    ) -> dict[str, Any]:
-        """Returns the state of one moment; files are written after that moment.
+    def cut(self, trained: int) -> dict[str, Tree | ReplayCut]:
+        """Returns the state of one moment, by part; `PartWriter` writes it.
 
         Args:
           trained: batches that the learner has trained on.
-          paused: keeps stores and updates out.
-          calls: returns which calls were answered.
-
-        Raises:
-          CheckpointError: a replay could not be saved; what the other wrote is removed.
         """
-        parts: dict[str, Any] = {}
-        try:
-            self._save_into(parts, trained, paused, calls)
-        except BaseException:
-            self.discard(parts)  # Nobody else knows of it.
-            raise
-        return parts
-
-    def records(self, parts: dict[str, Any], root: Any) -> list[FileRecord]:
-        """Returns the files that the replays in `parts` consist of."""
-        return [
-            record
-            for name, replay in self._replays.items()
-            for record in replay.records(parts[name], root)
-        ]
-
-    def discard(self, parts: dict[str, Any]) -> None:
-        """Removes the files of a save that was not committed."""
-        for name, replay in self._replays.items():
-            if name in parts:
-                replay.discard(parts[name])
+        with self._storing, self._drawing:
+            pending = max(0, self._drawn - int(trained)) * self._batch
+            cuts: dict[str, Tree | ReplayCut] = {LIMITER: self.limiter.save(pending)}
+            for name, replay in self._replays.items():
+                cuts[name] = replay.cut()
+            return cuts
 
     def stats(self) -> dict[str, float]:
         """Returns what is stored, rates, and shares of time since the last call."""
@@ -198,29 +169,6 @@ class ReplayRole:
         for stream in self._streams.values():
             stream.close()
 
-    def _save_into(
-        self,
-        parts: dict[str, Any],
-        trained: int,
-        paused: Callable[[], contextlib.AbstractContextManager[None]],
-        calls: Callable[[], Any],
-    ) -> None:
-        """Adds each part as soon as it is saved."""
-        with contextlib.ExitStack() as pause:
-            # Else a call that waits for its turn would keep the pause from beginning.
-            with self.limiter.opened():
-                pause.enter_context(paused())
-            with self._lock:
-                pending = max(0, self._drawn - int(trained))
-            counted = int(self.limiter.stats()["samples"])
-            parts[LIMITER] = self.limiter.save(min(pending * self._batch, counted))
-            parts[CALLS] = calls()
-
-            def cut_eval() -> None:
-                parts[EVAL_REPLAY] = self._eval.save(on_cut=pause.close)
-
-            parts[TRAIN_REPLAY] = self._train.save(on_cut=cut_eval)
-
     def _sample(self, mode: str, replay: Replay) -> dict[str, Array]:
         if not len(replay):
             return {}
@@ -228,12 +176,12 @@ class ReplayRole:
             return next(self._streams[mode])
 
     def _tell_filling(self) -> None:
-        have, need = len(self._train), min(self._start, self._train.capacity)
-        if have >= need:
-            self._filled = True
+        have = len(self._train)
+        if self.limiter.begun:
+            self._told = True
             logger.info("The replay has %d sequences: training begins.", have)
         elif self._note():
-            logger.info("Filling the replay: %d of %d sequences.", have, need)
+            logger.info("Filling the replay: %d of %d sequences.", have, self._start)
 
 
 def parallel_replay(
@@ -264,34 +212,25 @@ def parallel_replay(
 def serve(role: ReplayRole, args: Any, stop: threading.Event) -> None:
     """Connects a role and serves it until `stop` is set."""
     checkpoint = RoleCheckpoint(args)
-    parts = checkpoint.load((TRAIN_REPLAY, EVAL_REPLAY, LIMITER, CALLS))
+    parts = checkpoint.load((TRAIN_REPLAY, EVAL_REPLAY, LIMITER))
     role.load(parts)
     role.clean(parts, checkpoint.listed(), checkpoint.root)
     server = wiring.make_server("Server", args.replay_addr, "replay", args)
-    if CALLS in parts:
-        server.load(parts[CALLS])
-    unsaved: dict[str, dict[str, Any]] = {}  # Saves that may yet be discarded.
 
     def save(tag: str, trained: int) -> str:
-        parts = role.save(trained, server.paused, server.save)
-        unsaved.clear()
-        unsaved[tag] = parts
-        records = checkpoint.write(tag, parts) + role.records(parts, checkpoint.root)
-        return pack_reply(records, {})
+        return checkpoint.write(tag, role.cut(trained), {})
 
-    def discard(tag: str) -> None:
-        role.discard(unsaved.pop(tag, {}))
-
-    for name, options in {
-        "add_batch": {"workers": 1, "once": True},
-        "sample_batch_train": {"workers": 1},
-        "sample_batch_report": {"workers": 1},
-        "sample_batch_eval": {"workers": 1},
-        "update": {"workers": 1, "once": True},
-    }.items():
-        server.bind(name, getattr(role, name), **options)
-    server.bind("save", save)
-    server.bind("discard", discard)
+    for name in (
+        "add_batch",
+        "sample_batch_train",
+        "sample_batch_report",
+        "sample_batch_eval",
+        "update",
+    ):
+        server.bind(name, getattr(role, name), workers=1)
+    # One save at a time, in a thread of its own, since it may take minutes.
+    server.bind("save", save, workers=1)
+    server.bind("discard", checkpoint.discard)
     usage = Usage(args.usage, accelerator=False)
     with wiring.make_client(args.logger_addr, "replay-logger", args) as log:
         with server:

@@ -195,7 +195,8 @@ def make_replay(args, training=True, **kwargs):
         else args.consec_report * args.report_length
     )
     context = args.replay_context
-    return Replay(steps + context, capacity=1000, context=context, **kwargs)
+    kwargs = {"capacity": 1000, "context": context, **kwargs}
+    return Replay(steps + context, **kwargs)
 
 
 def make_stream(args):

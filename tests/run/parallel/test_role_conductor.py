@@ -1,16 +1,18 @@
 """Saves over several roles, without their connections."""
 
 import errno
+import itertools
 import os
 import threading
+import time
 
+import numpy as np
 import pytest
-from role_testing import CountingAgent, FakeClient, make_args, wait_until
+from role_testing import Background, CountingAgent, FakeClient, make_args, wait_until
 
-from embodied.checkpoint import Checkpoint, CheckpointError
+from embodied.checkpoint import Checkpoint, CheckpointError, files
 from embodied.rpc import Disconnected
-from embodied.run.parallel.conductor import Conductor
-from embodied.run.parallel.saving import pack_reply
+from embodied.run.parallel.conductor import Conductor, RoleCheckpoint, pack_reply
 
 NOTHING = pack_reply([], {})
 
@@ -18,8 +20,12 @@ NOTHING = pack_reply([], {})
 def make_conductor(folder, replay=None, logger=None):
     replay = replay or FakeClient(save=NOTHING)
     logger = logger or FakeClient(save=pack_reply([], {"step": 7}))
-    args = make_args(logdir=str(folder), from_checkpoint="", replica=0, replicas=1)
+    args = role_args(folder)
     return Conductor(CountingAgent(), replay, logger, args), replay, logger
+
+
+def role_args(folder):
+    return make_args(logdir=str(folder), from_checkpoint="", replica=0, replicas=1)
 
 
 class TestCommit:
@@ -67,6 +73,128 @@ class TestCommit:
         assert not replay.sent("discard") and not logger.sent("discard")
         conductor.save(trained=0)
         assert conductor.wait()
+
+
+class TestErrors:
+    def test_an_agent_that_cannot_be_saved_ends_the_learner_at_once(
+        self, tmp_path, monkeypatch
+    ):
+        def fail(self):
+            raise FloatingPointError("the agent broke")
+
+        conductor, _, _ = make_conductor(tmp_path, FakeClient(held=["save"]))
+        with monkeypatch.context() as patch:
+            patch.setattr(CountingAgent, "save", fail)
+            with pytest.raises(FloatingPointError, match="the agent broke"):
+                conductor.save(trained=0)
+        with Background(conductor.close) as closing:
+            closing.join()
+        assert not conductor.busy
+        assert not conductor.wait()
+
+    @pytest.mark.parametrize("role", ["replay", "logger"])
+    def test_a_call_that_cannot_be_sent_fails_the_save_alone(
+        self, tmp_path, caplog, role
+    ):
+        class Unreachable(FakeClient):
+            def call(self, method, *arguments, rows=0):
+                if method == "save":
+                    raise Disconnected("the role is gone")
+                return super().call(method, *arguments, rows=rows)
+
+        conductor, _, _ = make_conductor(tmp_path, **{role: Unreachable()})
+        conductor.save(trained=0)
+        assert not conductor.wait()
+        conductor.close()
+        assert "training goes on. the role is gone" in caplog.text
+        assert not Checkpoint(tmp_path).exists()
+
+    def test_saves_go_on_after_one_that_failed(self, tmp_path):
+        answers = iter([OSError("not now"), NOTHING])
+        conductor, replay, _ = make_conductor(tmp_path)
+        replay._answers["save"] = lambda *_: next(answers)
+        conductor.save(trained=0)
+        assert not conductor.wait()
+        conductor.save(trained=1)
+        assert conductor.wait()
+
+
+class TestDamage:
+    """Roles that start together go on from the same checkpoint, whatever is damaged."""
+
+    PARTS = ("agent", "replay", "logger")
+
+    def commit(self, folder, step):
+        checkpoint = Checkpoint(folder, min_free_bytes=0)
+        tree = {"step": step, "weights": np.full(1000, step)}
+        return checkpoint.save(dict.fromkeys(self.PARTS, tree), {"step": step})
+
+    def start(self, folder, order):
+        """Starts all roles; returns the step that each goes on from."""
+        steps = {}
+        for role in order:
+            if role == "agent":
+                agent = CountingAgent()
+                agent.load = lambda data, regex=None: steps.update(agent=data["step"])
+                conductor, _, _ = make_conductor(folder)
+                conductor._agent = agent
+                conductor.restore()
+            else:
+                steps[role] = RoleCheckpoint(role_args(folder)).load([role])[role][
+                    "step"
+                ]
+        return steps
+
+    @pytest.mark.parametrize("order", [*itertools.permutations(PARTS)])
+    @pytest.mark.parametrize("damaged", PARTS)
+    def test_all_fall_back_together(self, tmp_path, damaged, order):
+        self.commit(tmp_path, 1)
+        path = tmp_path / "ckpt" / damaged / f"{self.commit(tmp_path, 2)}.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        assert self.start(tmp_path, order) == dict.fromkeys(self.PARTS, 1)
+
+    @pytest.mark.parametrize("damaged", PARTS)
+    def test_damage_between_two_starts_is_noticed(self, tmp_path, damaged):
+        self.commit(tmp_path, 1)
+        path = tmp_path / "ckpt" / damaged / f"{self.commit(tmp_path, 2)}.safetensors"
+        assert self.start(tmp_path, self.PARTS) == dict.fromkeys(self.PARTS, 2)
+        path.write_bytes(path.read_bytes()[::-1])
+        assert self.start(tmp_path, self.PARTS) == dict.fromkeys(self.PARTS, 1)
+
+    def test_every_file_is_verified_once(self, tmp_path, monkeypatch):
+        self.commit(tmp_path, 1)
+        verified = []
+        original = files.find_damage
+
+        def note(root, record):
+            verified.append(record.path)
+            return original(root, record)
+
+        monkeypatch.setattr(files, "find_damage", note)
+        self.start(tmp_path, self.PARTS)
+        assert sorted(verified) == sorted(set(verified))
+        assert len(verified) == 2 * len(self.PARTS)
+
+    def test_notes_that_cannot_be_read_count_for_nothing(self, tmp_path):
+        self.commit(tmp_path, 1)
+        (tmp_path / "ckpt" / "verified").write_bytes(b'{"ckpt/agent')
+        assert self.start(tmp_path, self.PARTS) == dict.fromkeys(self.PARTS, 1)
+
+    def test_old_notes_count_for_nothing(self, tmp_path, monkeypatch):
+        """Rot changes neither size nor time of a file."""
+        self.commit(tmp_path, 1)
+        path = tmp_path / "ckpt" / "agent" / f"{self.commit(tmp_path, 2)}.safetensors"
+        self.start(tmp_path, self.PARTS)
+        status = path.stat()
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        later = time.time() + 3600
+        monkeypatch.setattr(time, "time", lambda: later)
+        assert self.start(tmp_path, self.PARTS) == dict.fromkeys(self.PARTS, 1)
 
 
 def test_a_run_that_does_not_fit_is_told_apart_from_a_failure(tmp_path, monkeypatch):

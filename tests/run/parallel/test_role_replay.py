@@ -1,12 +1,11 @@
 """The replay role without its server."""
 
-import contextlib
 import itertools
+import threading
 
 import numpy as np
 import pytest
 from role_testing import (
-    WAIT,
     Background,
     make_args,
     make_replay,
@@ -16,14 +15,15 @@ from role_testing import (
 )
 
 from embodied.checkpoint import Checkpoint, CheckpointError
-from embodied.replay.durable import ChunkFolder
+from embodied.replay.chunkfiles import ChunkFolder
 from embodied.rpc import Unanswered
-from embodied.rpc.pause import Pause
-from embodied.run.parallel.replay import CALLS, LIMITER, ReplayRole
+from embodied.run.parallel.replay import LIMITER, ReplayRole
+from embodied.run.saving import PartWriter
 
 # Of 8 trained steps a step, in batches of 2 times 4: one batch a step.
 BATCH = 2
-FULL = 6  # Steps that make enough sequences for a batch; later ones are held back.
+START = 8  # Sequences from which on there is training.
+FULL = START + 4  # Steps of one env that make so many.
 
 
 def make_role(folder=None, **changes):
@@ -42,8 +42,28 @@ def fill(role, count, envids=(0,), is_eval=False, start=0):
         role.add_batch(transitions(list(envids), index, is_eval))
 
 
-def save(role, trained=0, paused=contextlib.nullcontext):
-    return role.save(trained, paused, lambda: {"calls": 1})
+class Saves:
+    """Saves a role under new tags, as its server does."""
+
+    def __init__(self, folder):
+        self.checkpoint = Checkpoint(folder, min_free_bytes=0)
+        self.writer = PartWriter(self.checkpoint, folder)
+        self.tag = ""
+
+    def save(self, role, trained=0):
+        """Returns the records."""
+        self.tag = self.checkpoint.new_tag()
+        return self.writer.write(self.tag, role.cut(trained))
+
+    def parts(self, role, trained=0):
+        """Commits a save; returns its parts."""
+        records = self.save(role, trained)
+        self.checkpoint.commit(self.tag, records)
+        return self.checkpoint.load()[0]
+
+
+def save(role, folder, trained=0):
+    return Saves(folder).parts(role, trained)
 
 
 class TestInserts:
@@ -71,28 +91,47 @@ class TestInserts:
         with Background(fill, role, 100) as task:
             wait_until(lambda: role.limiter.stats()["inserts_waiting"])
             before = role.limiter.stats()["inserts"]
-            assert before < 100
-            role.sample_batch_train(0)
-            for number in range(1, 100):
+            assert before < 100 - FULL
+            for number in range(100 - FULL):
                 role.sample_batch_train(number)
             task.join()
-        assert role.limiter.stats()["inserts"] == 100
+        assert role.limiter.stats()["inserts"] == 100 - FULL
 
-    def test_what_is_refused_does_not_count(self):
+    def test_there_is_no_batch_before_the_start_and_then_one(self):
+        role = make_role()
+        with Background(role.sample_batch_train, 0) as first:
+            fill(role, FULL - 1)
+            wait_until(lambda: role.limiter.stats()["samples_waiting"])
+            assert role.limiter.stats()["samples"] == 0
+            fill(role, 1, start=FULL - 1)
+            first.join()
+        with Background(role.sample_batch_train, 1) as second:
+            wait_until(lambda: role.limiter.stats()["samples_waiting"])
+            assert role.limiter.stats()["samples"] == BATCH, "nothing is made up for"
+            fill(role, 1, start=FULL)
+            second.join()
+
+    def test_a_replay_with_less_room_begins_when_it_is_full(self):
+        args = make_args()
+        train, other = make_replay(args, capacity=5), make_replay(args, training=False)
+        role = ReplayRole(train, other, make_stream(args), args)
+        fill(role, 4 + 5)
+        assert role.sample_batch_train(0)["stepid"].shape[0] == BATCH
+
+    def test_refused_steps_do_not_count(self):
         role = make_role()
         fill(role, FULL)
         bad = {**transitions([0], FULL), "value": np.zeros((1, 3), np.int32)}
-        numbers = itertools.count()
-        with Background(lambda: [role.sample_batch_train(i) for i in numbers]) as task:
-            for _ in range(20):
-                with pytest.raises(ValueError, match="value"):
-                    role.add_batch(bad)
-                wait_until(lambda: role.limiter.stats()["samples_waiting"])
+        for _ in range(20):
+            with pytest.raises(ValueError, match="value"):
+                role.add_batch(bad)
+        role.sample_batch_train(0)
+        with Background(role.sample_batch_train, 1) as task:
+            wait_until(lambda: role.limiter.stats()["samples_waiting"])
             stats = role.limiter.stats()
             role.close()
-        assert stats["inserts"] == role.stats()["replay/steps"] == FULL
-        # One batch a step, and one that was let through before a step was refused.
-        assert stats["samples"] <= (FULL + 2) * BATCH
+        assert stats["inserts"] == 0, "since training has begun"
+        assert role.stats()["replay/steps"] == FULL
         assert isinstance(task.error, Unanswered)
 
     def test_closing_ends_waits_without_an_answer(self):
@@ -132,69 +171,124 @@ class TestSamples:
 
 
 class TestSave:
-    def test_what_was_drawn_but_not_trained_on_does_not_count(self, tmp_path):
+    def test_batches_that_were_not_trained_on_do_not_count(self, tmp_path):
         role = make_role(tmp_path)
-        fill(role, FULL)
+        fill(role, FULL + 3)
         for number in range(4):
             role.sample_batch_train(number)
         assert role.limiter.stats()["samples"] == 4 * BATCH
-        assert save(role, trained=1)[LIMITER]["samples"] == 1 * BATCH
-        assert save(role, trained=4)[LIMITER]["samples"] == 4 * BATCH
+        assert role_counts(role, tmp_path, trained=1) == 1 * BATCH
+        assert role_counts(role, tmp_path, trained=4) == 4 * BATCH
 
     def test_a_learner_that_came_back_counts_from_zero(self, tmp_path):
         role = make_role(tmp_path)
-        fill(role, FULL)
+        fill(role, FULL + 3)
         for number in (0, 1, 2, 0):
             role.sample_batch_train(number)
-        assert save(role, trained=1)[LIMITER]["samples"] == 4 * BATCH
+        assert role_counts(role, tmp_path, trained=1) == 4 * BATCH
 
     def test_a_save_does_not_wait_for_an_insert_that_waits(self, tmp_path):
-        role, pause = make_role(tmp_path), Pause("replay")
+        role = make_role(tmp_path)
 
         def insert():
             for index in itertools.count():
-                with pause.applying():  # As the server does it.
-                    role.add_batch(transitions([0], index))
+                role.add_batch(transitions([0], index))
 
         with Background(insert) as task:
             wait_until(lambda: role.limiter.stats()["inserts_waiting"])
-            with Background(save, role, 0, lambda: pause.saving(WAIT)) as saving:
+            with Background(save, role, tmp_path) as saving:
                 saving.join()
             assert saving.error is None
             parts = saving.result
             role.close()
         assert isinstance(task.error, Unanswered)
-        assert parts[LIMITER]["inserts"] == parts_steps(parts, tmp_path)
+        assert parts[LIMITER]["inserts"] + FULL == parts_steps(parts, tmp_path)
+
+    def test_steps_and_counts_of_a_save_agree_while_steps_come_in(self, tmp_path):
+        role, saves = make_role(tmp_path, train_ratio=1e-6), Saves(tmp_path)
+        over = threading.Event()
+
+        def insert():
+            for index in itertools.count():
+                if over.is_set():
+                    return
+                is_eval = [False, True, False]
+                role.add_batch(transitions([0, 1, 2], index, is_eval))
+
+        with Background(insert):
+            wait_until(lambda: role.limiter.begun)
+            every = [saves.parts(role) for _ in range(10)]
+            over.set()
+        totals = [parts["replay"]["counters"]["inserts"] for parts in every]
+        counted = [parts[LIMITER]["inserts"] for parts in every]
+        assert len(set(totals)) > 1
+        assert len({x - y for x, y in zip(totals, counted)}) == 1, "those of the start"
+
+    def test_samples_go_on_while_a_save_keeps_inserts_waiting(
+        self, tmp_path, monkeypatch
+    ):
+        args = make_args()
+        train = make_replay(args, directory=tmp_path / "replay", save_wait=True)
+        other = make_replay(args, training=False)
+        role = ReplayRole(train, other, make_stream(args), args)
+        fill(role, FULL)
+        writing, go_on = threading.Event(), threading.Event()
+        write = ChunkFolder.write
+
+        def slow_write(*arguments):
+            writing.set()
+            assert go_on.wait(60)
+            return write(*arguments)
+
+        monkeypatch.setattr(ChunkFolder, "write", slow_write)
+        with Background(save, role, tmp_path) as saving:
+            assert writing.wait(60)
+            with Background(fill, role, 1, (0,), False, FULL) as insert:
+                role.sample_batch_train(0)
+                assert insert.running
+                go_on.set()
+                insert.join()
+            saving.join()
+        assert saving.error is None
 
     def test_all_parts_come_back(self, tmp_path):
         role = make_role(tmp_path)
         fill(role, FULL)
         fill(role, 12, (9,), is_eval=True)
         role.sample_batch_train(0)
-        parts = save(role, trained=1)
-        assert set(parts) == {LIMITER, CALLS, "replay", "replay_eval"}
-        assert role.records(parts, tmp_path)
+        parts = save(role, tmp_path, trained=1)
+        assert set(parts) == {LIMITER, "replay", "replay_eval"}
         other = make_role(tmp_path)
         other.load(parts)
         assert other.limiter.stats() == role.limiter.stats()
         for name in ("replay/steps", "replay_eval/steps", "replay/items"):
             assert other.stats()[name] == role.stats()[name]
+        fill(other, 1)
         other.sample_batch_train(0)
 
-    def test_what_was_not_committed_is_removed(self, tmp_path):
+    def test_parts_of_older_checkpoints_that_are_gone_are_ignored(self, tmp_path):
         role = make_role(tmp_path)
         fill(role, FULL)
-        parts = save(role)
-        files = {tmp_path / record.path for record in role.records(parts, tmp_path)}
-        assert files and all(path.exists() for path in files)
-        role.discard(parts)
-        assert not any(path.exists() for path in files)
+        parts = save(role, tmp_path)
+        other = make_role(tmp_path)
+        other.load({**parts, "replay_calls": {"sessions": []}})
+        assert other.stats()["replay/steps"] == FULL
+
+    def test_files_that_were_not_committed_are_removed(self, tmp_path):
+        role, saves = make_role(tmp_path), Saves(tmp_path)
+        fill(role, FULL)
+        saves.save(role)
+        assert replay_files(tmp_path)
+        saves.writer.discard("another tag")
+        assert replay_files(tmp_path)
+        saves.writer.discard(saves.tag)
+        assert not replay_files(tmp_path)
 
     @pytest.mark.parametrize("failing", ["replay", "replay_eval"])
     def test_a_replay_that_fails_takes_the_other_one_back(
         self, tmp_path, monkeypatch, failing
     ):
-        role = make_role(tmp_path)
+        role, saves = make_role(tmp_path), Saves(tmp_path)
         fill(role, FULL)
         fill(role, 12, (9,), is_eval=True)
         write = ChunkFolder.write
@@ -207,25 +301,29 @@ class TestSave:
         with monkeypatch.context() as patch:
             patch.setattr(ChunkFolder, "write", write_or_fail)
             with pytest.raises(CheckpointError, match="the disk is full"):
-                save(role)
-        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-        records = role.records(save(role), tmp_path)
-        assert len({record.path.split("/")[0] for record in records}) == 2
+                saves.save(role)
+        assert not replay_files(tmp_path)
+        folders = {record.path.split("/")[0] for record in saves.save(role)}
+        assert folders == {"ckpt", "replay", "replay_eval"}
 
-    def test_a_role_that_starts_removes_what_was_never_committed(self, tmp_path):
-        role, checkpoint = make_role(tmp_path), Checkpoint(tmp_path, min_free_bytes=0)
+    def test_a_role_that_starts_removes_files_that_were_never_committed(self, tmp_path):
+        role, saves = make_role(tmp_path), Saves(tmp_path)
         fill(role, FULL)
         fill(role, 12, (9,), is_eval=True)
-        parts, tag = save(role), checkpoint.new_tag()
-        checkpoint.commit(tag, role.records(parts, tmp_path))
+        parts = saves.parts(role)
         committed = replay_files(tmp_path)
         fill(role, 12, (9,), is_eval=True, start=12)
-        save(role)  # Neither committed nor discarded.
+        saves.save(role)  # Neither committed nor discarded.
         assert replay_files(tmp_path) > committed
         other = make_role(tmp_path)
         other.load(parts)
-        other.clean(parts, checkpoint.listed(), tmp_path)
+        other.clean(parts, saves.checkpoint.listed(), tmp_path)
         assert replay_files(tmp_path) == committed
+
+
+def role_counts(role, folder, trained):
+    """The samples that a save counts."""
+    return save(role, folder, trained)[LIMITER]["samples"]
 
 
 def replay_files(folder):

@@ -20,7 +20,8 @@ import json
 import os
 import re
 import zlib
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,11 @@ import safetensors
 import safetensors.numpy
 import zstandard
 
-from embodied.checkpoint import CheckpointError, write_file
+from embodied.checkpoint import CheckpointError, FileRecord, write_file
 
 STEPS, LATENTS = "steps", "latents"
+# Beside the latents in files. No step has such a key, since those are not stored.
+PRIORITIES = "log/priority"
 COMPRESSIONS = ("zstd", "none")
 DIGEST_PREFIX = "sha256:"
 
@@ -42,16 +45,18 @@ _MAX_HEADER = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class ChunkFile:
     """A file of a chunk.
 
     Args:
+      chunk: id of the chunk.
       kind: 'steps' or 'latents'.
       start, stop: the steps of the chunk that it holds.
       save: number of the save that wrote it.
       size, digest: of the file; an empty digest where they are not known.
     """
 
+    chunk: bytes
     kind: str
     start: int
     stop: int
@@ -59,15 +64,24 @@ class Piece:
     size: int = 0
     digest: str = ""
 
-    def path(self, identity: bytes) -> str:
-        """Returns the name of the file."""
+    @property
+    def name(self) -> str:
+        """The file's name in its folder."""
         numbers = f"{self.start:08d}-{self.stop:08d}-{self.save:08d}"
-        return f"{identity.hex()}-{numbers}.{self.kind}"
+        return f"{self.chunk.hex()}-{numbers}.{self.kind}"
+
+    @classmethod
+    def parse(cls, name: str) -> ChunkFile | None:
+        """Returns the file of a name, or None if it is no chunk's."""
+        if not (match := _NAME.fullmatch(name)):
+            return None
+        chunk, start, stop, save, kind = match.groups()
+        return cls(bytes.fromhex(chunk), kind, int(start), int(stop), int(save))
 
 
 @dataclasses.dataclass
 class ChunkFiles:
-    """What of a chunk is on disk. Owned by whoever saves or loads.
+    """The files of a chunk. Owned by whoever saves or loads.
 
     Args:
       steps: the files of its steps, without gaps from step 0 on.
@@ -76,8 +90,8 @@ class ChunkFiles:
       stamp: number of the last update whose latents are on disk.
     """
 
-    steps: list[Piece] = dataclasses.field(default_factory=list)
-    latents: list[Piece] = dataclasses.field(default_factory=list)
+    steps: list[ChunkFile] = dataclasses.field(default_factory=list)
+    latents: list[ChunkFile] = dataclasses.field(default_factory=list)
     stamp: int = 0
 
     @property
@@ -86,7 +100,7 @@ class ChunkFiles:
         return self.steps[-1].stop if self.steps else 0
 
     @property
-    def pieces(self) -> list[Piece]:
+    def needed(self) -> list[ChunkFile]:
         """The files that a reader needs."""
         return self.steps + self.latents[-1:]
 
@@ -114,61 +128,55 @@ class ChunkFolder:
         return hash(self.path)
 
     def write(
-        self,
-        identity: bytes,
-        piece: Piece,
-        arrays: dict[str, np.ndarray],
-        metadata: dict[str, Any],
-    ) -> Piece:
-        """Writes a file and returns its piece with size and digest.
+        self, file: ChunkFile, arrays: dict[str, np.ndarray], metadata: dict[str, Any]
+    ) -> ChunkFile:
+        """Writes a file, and returns it with size and digest.
 
         Raises:
           CheckpointError: it could not be written; nothing is left behind.
         """
         data = encode(arrays, metadata, self._compress)
-        record = write_file(self.path, piece.path(identity), data, required=False)
-        return dataclasses.replace(piece, size=record.size, digest=record.digest)
+        record = write_file(self.path, file.name, data, required=False)
+        return dataclasses.replace(file, size=record.size, digest=record.digest)
 
-    def read(
-        self, identity: bytes, piece: Piece
-    ) -> tuple[dict[str, np.ndarray], Piece]:
-        """Returns the arrays of a file, and its piece with size and digest.
+    def read(self, file: ChunkFile) -> tuple[dict[str, np.ndarray], ChunkFile]:
+        """Returns the arrays of a file, and the file with size and digest.
 
         Raises:
           CheckpointError: the file is missing, torn or altered; names it.
         """
-        target = self.path / piece.path(identity)
+        target = self.path / file.name
         try:
             data = target.read_bytes()
         except OSError as error:
             raise CheckpointError(f"Cannot read {target}: {error.strerror}.") from error
         digest = DIGEST_PREFIX + hashlib.sha256(data).hexdigest()
-        if piece.digest and (len(data), digest) != (piece.size, piece.digest):
+        if file.digest and (len(data), digest) != (file.size, file.digest):
             raise CheckpointError(
-                f"{target} is damaged: expected {piece.size} bytes with digest "
-                f"{piece.digest}, got {len(data)} bytes with {digest}."
+                f"{target} is damaged: expected {file.size} bytes with digest "
+                f"{file.digest}, got {len(data)} bytes with {digest}."
             )
         try:
             arrays = decode(data)
         except CheckpointError as error:
             raise CheckpointError(f"{target} is damaged: {error}") from error
-        return arrays, dataclasses.replace(piece, size=len(data), digest=digest)
+        return arrays, dataclasses.replace(file, size=len(data), digest=digest)
 
-    def metadata(self, identity: bytes, piece: Piece) -> dict[str, Any]:
+    def metadata(self, file: ChunkFile) -> dict[str, Any]:
         """Returns the metadata of a file without reading all of it.
 
         Raises:
           CheckpointError: the file is missing, torn or altered; names it.
         """
-        target = self.path / piece.path(identity)
+        target = self.path / file.name
         try:
-            with target.open("rb") as file:
-                compressed = file.read(len(_FRAME)) == _FRAME
-                file.seek(0)
+            with target.open("rb") as stored:
+                compressed = stored.read(len(_FRAME)) == _FRAME
+                stored.seek(0)
                 reader = (
-                    zstandard.ZstdDecompressor().stream_reader(file)
+                    zstandard.ZstdDecompressor().stream_reader(stored)
                     if compressed
-                    else file
+                    else stored
                 )
                 length = int.from_bytes(reader.read(8), "little")
                 if length > _MAX_HEADER:
@@ -186,21 +194,28 @@ class ChunkFolder:
             )
         return path
 
-    def scan(self) -> dict[bytes, list[Piece]]:
-        """Returns what files there are, by chunk; their contents are not looked at."""
-        found: dict[bytes, list[Piece]] = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as entries:
-            for entry in entries:
-                if match := _NAME.fullmatch(entry.name):
-                    identity, start, stop, save, kind = match.groups()
-                    piece = Piece(kind, int(start), int(stop), int(save))
-                    found.setdefault(bytes.fromhex(identity), []).append(piece)
-        return found
+    def records(
+        self, files: Iterable[ChunkFile], root: str | os.PathLike[str]
+    ) -> list[FileRecord]:
+        """Returns the records of files, relative to the root of checkpoints."""
+        folder = PurePosixPath(self.below(root))
+        return [
+            FileRecord(str(folder / x.name), x.size, x.digest, required=False)
+            for x in files
+        ]
 
-    def remove(self, identity: bytes, piece: Piece) -> None:
+    def scan(self) -> list[ChunkFile]:
+        """Returns the files that there are; their contents are not looked at."""
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        return [file for name in names if (file := ChunkFile.parse(name))]
+
+    def remove(self, file: ChunkFile) -> None:
         """Removes a file if it is there."""
         with contextlib.suppress(OSError):
-            (self.path / piece.path(identity)).unlink(missing_ok=True)
+            (self.path / file.name).unlink(missing_ok=True)
 
 
 def encode(

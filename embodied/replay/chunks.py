@@ -1,4 +1,4 @@
-"""Chunks: the memory of all steps, and which chunk follows which. Replay's process.
+"""Steps in memory: what each holds, and the chunks they lie in. Replay's process.
 
 Every key has one array whose rows are the steps. Chunk n is the rows from n · size on;
 it belongs to one stream and is filled from its start. A full chunk may have a follower,
@@ -18,22 +18,213 @@ Nothing here locks; the module `buffer` says which lock guards what.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import mmap
 import os
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
-from embodied.replay.fields import STEPID_BYTES, Schema
-from embodied.replay.settings import ReplayMemoryError
+from embodied.replay.sizing import ReplayMemoryError
 
-ID_BYTES = 16
+LOG_PREFIX = "log/"
+LATENT_PREFIX = "dyn/"
+STEPID = "stepid"
+PRIORITY = "priority"
+FLAGS = ("is_first", "is_last")
+ID_BYTES = 16  # Of a chunk.
+STEPID_BYTES = 20  # The chunk's and 4 of the step's index in it, the largest first.
+
 # Copies are faster in large pages. For keys of a few bytes these would waste too much.
 _HUGE_ROW_BYTES = 16
 # From the start of a page to the first row. Large NumPy arrays begin 16 bytes into a
 # page. Copying a row of whole pages from a page's start to there takes three times as
 # long as from anywhere else: the CPU mistakes reads for those of bytes just written.
 _OFFSET = 1024
+_CONTEXT_HINT = (
+    " Steps that were loaded have no latents if they are from a run with "
+    "replay_context 0: use that again, or another logdir."
+)
+_EXTENSIONS = {
+    np.dtype(kind)
+    for kind in vars(ml_dtypes).values()
+    if isinstance(kind, type) and issubclass(kind, np.generic)
+}
+
+
+def is_latent(key: str) -> bool:
+    """Whether this is a recurrent state, which training refreshes."""
+    return key.startswith(LATENT_PREFIX)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One key of a step, as it arrives and leaves."""
+
+    key: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @functools.cached_property
+    def stored_dtype(self) -> np.dtype:
+        """The dtype in memory and in files.
+
+        NumPy copies types that are not its own one element at a time, so these are
+        stored as unsigned integers of their size.
+        """
+        own = self.dtype.isbuiltin == 1
+        return self.dtype if own else np.dtype(f"u{self.dtype.itemsize}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one step."""
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+class StepUpdate(NamedTuple):
+    """Results of training on n steps."""
+
+    stepids: np.ndarray  # [n, 20] uint8
+    latents: dict[str, np.ndarray]  # [n, ...], as stored.
+    priorities: np.ndarray | None  # [n] float32
+
+
+class Schema:
+    """The keys of all steps in a buffer.
+
+    Args:
+      fields: of a step, in the order in which batches have them.
+      context: steps at the start of a sequence whose latents are sampled. With 0,
+        latents are not stored.
+    """
+
+    def __init__(self, fields: Iterable[Field], context: int):
+        self.fields = {
+            field.key: field for field in fields if context or not is_latent(field.key)
+        }
+        if not self.fields:
+            raise ValueError("Expected a step with at least one key, got none.")
+        for field in self.fields.values():
+            _check_storable(field)
+        self.context = context
+        self.latents = [key for key in self.fields if is_latent(key)]
+        self.step_bytes = sum(field.nbytes for field in self.fields.values())
+        self.latent_bytes = sum(self.fields[key].nbytes for key in self.latents)
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any], context: int) -> Schema:
+        """Returns the schema of the first steps [B, ...]."""
+        fields = []
+        for key, value in _relevant(batch, context).items():
+            if value.ndim < 1:
+                raise ValueError(f"Expected {key} with a batch dimension, got none.")
+            fields.append(Field(key, value.dtype, value.shape[1:]))
+        return cls(fields, context)
+
+    def pack(self, batch: Mapping[str, Any], amount: int) -> dict[str, np.ndarray]:
+        """Checks steps [amount, ...] and returns them as they are stored.
+
+        Raises:
+          ValueError: they differ from the schema in keys, dtypes or shapes.
+        """
+        values = _relevant(batch, self.context)
+        if values.keys() != self.fields.keys():
+            missing = sorted(self.fields.keys() - values.keys())
+            surplus = sorted(values.keys() - self.fields.keys())
+            raise ValueError(
+                f"Expected steps with the keys {sorted(self.fields)}, as the first "
+                f"step had, got {f'none of {missing}' if missing else ''}"
+                f"{' and ' if missing and surplus else ''}"
+                f"{f'{surplus} in addition' if surplus else ''}."
+                f"{_CONTEXT_HINT if any(map(is_latent, surplus)) else ''}"
+            )
+        return {key: self.pack_key(key, values[key], (amount,)) for key in self.fields}
+
+    def pack_key(self, key: str, value: Any, lead: tuple[int, ...]) -> np.ndarray:
+        """Checks values [*lead, ...] of one key and returns them as stored."""
+        field = self.fields[key]
+        value = np.asarray(value)
+        if value.dtype != field.dtype or value.shape != lead + field.shape:
+            raise ValueError(
+                f"Expected {key} as {field.dtype} of shape {lead + field.shape}, as "
+                f"the first step had it, got {value.dtype} of shape {value.shape}."
+            )
+        return value.view(field.stored_dtype)
+
+    def parse_update(self, data: Mapping[str, Any]) -> StepUpdate:
+        """Checks what `Replay.update` was given, or raises ValueError."""
+        stepids = parse_stepids(data)
+        lead = stepids.shape[:-1]
+        amount = int(np.prod(lead))
+        known = {STEPID, PRIORITY, *self.latents}
+        if surplus := sorted(data.keys() - known):
+            raise ValueError(
+                f"Expected an update of {sorted(known)}, got {surplus} in addition. "
+                "Only latents that were stored with the steps can be refreshed; for "
+                "these, the replay context must be at least 1."
+            )
+        latents = {
+            key: self.pack_key(key, data[key], lead).reshape(
+                amount, *self.fields[key].shape
+            )
+            for key in self.latents
+            if key in data
+        }
+        priorities = None
+        if PRIORITY in data:
+            priorities = np.asarray(data[PRIORITY], np.float32)
+            if priorities.shape != lead:
+                raise ValueError(
+                    f"Expected {PRIORITY} of shape {lead}, got {priorities.shape}."
+                )
+            priorities = priorities.reshape(amount)
+        return StepUpdate(stepids.reshape(amount, STEPID_BYTES), latents, priorities)
+
+    def outputs(
+        self, batch: int, length: int
+    ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """Returns dtype and shape of every key of a sampled batch."""
+        fields = {
+            key: (
+                field.dtype,
+                (batch, self.context if is_latent(key) else length, *field.shape),
+            )
+            for key, field in self.fields.items()
+        }
+        fields[STEPID] = (np.dtype(np.uint8), (batch, length, STEPID_BYTES))
+        return fields
+
+    def to_json(self) -> list[list[Any]]:
+        """Returns the fields as plain values."""
+        return [[x.key, x.dtype.name, list(x.shape)] for x in self.fields.values()]
+
+    @classmethod
+    def from_json(cls, data: Any, context: int) -> Schema:
+        """Returns the schema that `to_json` described, or raises ValueError."""
+        try:
+            fields = [
+                Field(str(key), np.dtype(name), tuple(int(x) for x in shape))
+                for key, name, shape in data
+            ]
+        except TypeError as error:
+            raise ValueError(
+                f"Expected a list of fields, got {data!r:.200}."
+            ) from error
+        return cls(fields, context)
+
+
+def parse_stepids(data: Mapping[str, Any]) -> np.ndarray:
+    """Returns the ids [..., 20] that an update is for, or raises ValueError."""
+    stepids = np.asarray(data.get(STEPID, ()))
+    if stepids.dtype != np.uint8 or stepids.shape[-1:] != (STEPID_BYTES,):
+        raise ValueError(
+            f"Expected {STEPID} as uint8 of shape [..., {STEPID_BYTES}], got "
+            f"{stepids.dtype} of shape {stepids.shape}."
+        )
+    return stepids
 
 
 class Chunks:
@@ -52,8 +243,8 @@ class Chunks:
         self.amount = amount
         rows = size * amount
         self.arrays = {
-            key: lazy_array((rows, *codec.shape), codec.dtype)
-            for key, codec in schema.codecs.items()
+            key: lazy_array((rows, *field.shape), field.stored_dtype)
+            for key, field in schema.fields.items()
         }
         # Whether the episode ends here without the environment having said so.
         self.abandoned = lazy_array((rows,), np.dtype(bool))
@@ -162,6 +353,12 @@ class Chunks:
             rows[crossing] = chunk * self.size + index
         return rows
 
+    def gather(self, key: str, rows: np.ndarray, out: np.ndarray) -> None:
+        """Writes the values of a key at rows [...] into `out` [..., *shape]."""
+        source = self.arrays[key]
+        # Any mode but 'raise' writes straight into `out`; the rows are known to exist.
+        source.take(rows, axis=0, out=out.view(source.dtype), mode="clip")
+
     def write_stepids(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Writes the ids of the steps at rows [...] into `out` [..., 20] uint8."""
         chunk, index = np.divmod(rows, self.size)
@@ -237,3 +434,24 @@ def lazy_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
             memory.madvise(mmap.MADV_HUGEPAGE if large else mmap.MADV_NOHUGEPAGE)
     count = nbytes // dtype.itemsize
     return np.frombuffer(memory, dtype, count, _OFFSET).reshape(shape)
+
+
+def _relevant(batch: Mapping[str, Any], context: int) -> dict[str, np.ndarray]:
+    return {
+        key: np.asarray(value)
+        for key, value in batch.items()
+        if not key.startswith(LOG_PREFIX) and (context or not is_latent(key))
+    }
+
+
+def _check_storable(field: Field) -> None:
+    if field.key == STEPID:
+        raise ValueError(f"The key {STEPID!r} is added by sampling; rename yours.")
+    if field.key in FLAGS and field.shape:
+        raise ValueError(f"Expected {field.key} as a scalar, got shape {field.shape}.")
+    plain = field.dtype.isbuiltin == 1 and field.dtype.kind in "biuf"
+    if field.dtype.itemsize > 8 or not (plain or field.dtype in _EXTENSIONS):
+        raise ValueError(
+            f"Expected {field.key} as bool, integer or float of at most 8 bytes in "
+            f"native byte order, got dtype {field.dtype}. Convert it first."
+        )

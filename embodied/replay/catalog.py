@@ -1,4 +1,7 @@
-"""Finds saved chunks: those that a save lists, or all in a folder. Replay's process."""
+"""Lists of saved chunks: as a save has them, or as found in a folder. Replay's process.
+
+A save's own list is packed into arrays, which its checkpoint holds.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,68 @@ import zstandard
 
 from embodied.base import Tree
 from embodied.checkpoint import CheckpointError
-from embodied.replay.counters import NAMES
-from embodied.replay.durable import STEPS, ChunkFolder, Piece
-from embodied.replay.fields import Schema
-from embodied.replay.listing import FORMAT, files_of, unpack_order
+from embodied.replay.chunkfiles import (
+    DIGEST_PREFIX,
+    LATENTS,
+    STEPS,
+    ChunkFile,
+    ChunkFolder,
+)
+from embodied.replay.chunks import Schema
+from embodied.replay.index import COUNTERS
+
+FORMAT = 1
 
 logger = logging.getLogger("embodied.replay")
+
+
+def pack_files(files: list[ChunkFile], chunks: list[bytes]) -> Tree:
+    """Returns files as arrays, each with the place of its chunk in `chunks`."""
+    places = {chunk: place for place, chunk in enumerate(chunks)}
+    digests = b"".join(bytes.fromhex(x.digest[len(DIGEST_PREFIX) :]) for x in files)
+    return {
+        "chunk": np.array([places[x.chunk] for x in files], np.int32),
+        "latents": np.array([x.kind == LATENTS for x in files], bool),
+        "start": np.array([x.start for x in files], np.int32),
+        "stop": np.array([x.stop for x in files], np.int32),
+        "save": np.array([x.save for x in files], np.int64),
+        "size": np.array([x.size for x in files], np.int64),
+        "digest": np.frombuffer(digests, np.uint8).reshape(-1, 32).copy(),
+    }
+
+
+def unpack_files(data: Tree) -> list[ChunkFile]:
+    """Returns the files that a save lists."""
+    table, chunks = data["files"], data["chunks"]["id"]
+    names = ("chunk", "latents", "start", "stop", "save", "size")
+    rows = zip(*(table[name].tolist() for name in names), table["digest"])
+    return [
+        ChunkFile(
+            chunks[chunk].tobytes(),
+            LATENTS if latents else STEPS,
+            start,
+            stop,
+            save,
+            size,
+            DIGEST_PREFIX + digest.tobytes().hex(),
+        )
+        for chunk, latents, start, stop, save, size, digest in rows
+    ]
+
+
+def pack_order(order: np.ndarray) -> np.ndarray:
+    """Returns the chunk of each item, from the oldest, as compressed bytes.
+
+    Workers take turns, so the numbers repeat and nearly vanish.
+    """
+    data = zstandard.ZstdCompressor(1).compress(order.astype("<i4").tobytes())
+    return np.frombuffer(data, np.uint8).copy()
+
+
+def unpack_order(packed: np.ndarray) -> np.ndarray:
+    """Returns what `pack_order` was given; ZstdError if it is damaged."""
+    data = zstandard.ZstdDecompressor().decompress(packed.tobytes())
+    return np.frombuffer(data, "<i4")
 
 
 @dataclasses.dataclass
@@ -31,7 +90,7 @@ class SavedChunk:
       evicted: how many of its first items had been evicted.
       first, last: steps inserted in all before its first one, and up to its last.
       ages: [steps] float64. They sort the steps of all chunks by their insertion.
-      pieces: its files.
+      files: its files.
     """
 
     identity: bytes
@@ -41,12 +100,12 @@ class SavedChunk:
     first: int
     last: int
     ages: np.ndarray
-    pieces: list[Piece]
+    files: list[ChunkFile]
 
 
 @dataclasses.dataclass
-class Found:
-    """All that was found, the oldest chunk first."""
+class SavedChunks:
+    """Saved chunks, the oldest first, and what else is known of them."""
 
     chunks: list[SavedChunk]
     schema: Schema | None
@@ -58,9 +117,9 @@ class Found:
     context: int | None = None  # Of the buffer that saved; None if that is not known.
 
 
-def find(data: Tree, folder: ChunkFolder | None, context: int) -> Found:
-    """Returns what a save lists or, without `data`, what the folder holds."""
-    found = None if data is None else find_saved(data, context)
+def find_chunks(data: Tree, folder: ChunkFolder | None, context: int) -> SavedChunks:
+    """Returns the chunks that a save lists or, without `data`, those of the folder."""
+    found = None if data is None else read_list(data, context)
     if found is not None and (folder is not None or not found.chunks):
         return found
     if folder is None:
@@ -70,7 +129,7 @@ def find(data: Tree, folder: ChunkFolder | None, context: int) -> Found:
     return scan_folder(folder, context)
 
 
-def require_latents(found: Found, context: int, name: str) -> None:
+def require_latents(found: SavedChunks, context: int, name: str) -> None:
     """Raises CheckpointError if a buffer needs latents that were not saved.
 
     Args:
@@ -86,8 +145,8 @@ def require_latents(found: Found, context: int, name: str) -> None:
         )
 
 
-def find_saved(data: Tree, context: int) -> Found:
-    """Returns what a save lists.
+def read_list(data: Tree, context: int) -> SavedChunks:
+    """Returns the chunks that a save lists.
 
     Raises:
       CheckpointError: it is no save that this version can read.
@@ -96,16 +155,14 @@ def find_saved(data: Tree, context: int) -> Found:
         if data["format"] != FORMAT:
             raise ValueError(f"expected format {FORMAT}, got {data['format']!r:.50}")
         # One that is missing was not counted yet by the version that saved.
-        counters = {name: int(data["counters"].get(name, 0)) for name in NAMES}
+        counters = {name: int(data["counters"].get(name, 0)) for name in COUNTERS}
         if "chunks" not in data:
-            return Found([], None, 0, int(data["save"]), counters)
+            return SavedChunks([], None, 0, int(data["save"]), counters)
         order = unpack_order(data["order"])
         ages = _ages_of(order, data["chunks"])
-        pieces: dict[bytes, list[Piece]] = collections.defaultdict(list)
-        for identity, piece in files_of(data):
-            pieces[identity].append(piece)
-        chunks = _saved_chunks(data["chunks"], ages, pieces)
-        return Found(
+        files = _by_chunk(unpack_files(data))
+        chunks = _saved_chunks(data["chunks"], ages, files)
+        return SavedChunks(
             sorted(chunks, key=lambda chunk: chunk.first),
             Schema.from_json(data["fields"], context),
             int(data["chunksize"]),
@@ -128,26 +185,26 @@ def find_saved(data: Tree, context: int) -> Found:
         ) from error
 
 
-def scan_folder(folder: ChunkFolder, context: int) -> Found:
+def scan_folder(folder: ChunkFolder, context: int) -> SavedChunks:
     """Returns all that a directory holds, without the list that a save returned.
 
     The newest file says what a step holds; chunks that differ are left out.
     """
     chunks: list[tuple[SavedChunk, Any, int]] = []
     save = 0
-    for identity, pieces in folder.scan().items():
-        save = max(save, *(piece.save for piece in pieces))
+    for identity, files in _by_chunk(folder.scan()).items():
+        save = max(save, *(file.save for file in files))
         headers = [
             header
-            for piece in pieces
-            if piece.kind == STEPS and (header := _header(folder, identity, piece))
+            for file in files
+            if file.kind == STEPS and (header := _header(folder, file))
         ]
         if headers:
-            chunk = _scanned_chunk(identity, pieces, headers)
+            chunk = _scanned_chunk(identity, files, headers)
             chunks.append((chunk, headers[0]["fields"], headers[0]["chunksize"]))
-    counters = dict.fromkeys(NAMES, 0)
+    counters = dict.fromkeys(COUNTERS, 0)
     if not chunks:
-        return Found([], None, 0, save, counters)
+        return SavedChunks([], None, 0, save, counters)
     chunks.sort(key=lambda entry: entry[0].first)
     newest, fields, chunksize = max(chunks, key=lambda entry: entry[0].last)
     counters["inserts"] = newest.last
@@ -161,7 +218,14 @@ def scan_folder(folder: ChunkFolder, context: int) -> Found:
                 chunk.identity.hex(),
             )
     schema = Schema.from_json(fields, context)
-    return Found(same, schema, chunksize, save, counters)
+    return SavedChunks(same, schema, chunksize, save, counters)
+
+
+def _by_chunk(files: list[ChunkFile]) -> dict[bytes, list[ChunkFile]]:
+    groups: dict[bytes, list[ChunkFile]] = collections.defaultdict(list)
+    for file in files:
+        groups[file.chunk].append(file)
+    return groups
 
 
 def _ages_of(order: np.ndarray, table: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -191,7 +255,7 @@ def _ages_of(order: np.ndarray, table: dict[str, np.ndarray]) -> list[np.ndarray
 def _saved_chunks(
     table: dict[str, np.ndarray],
     ages: list[np.ndarray],
-    pieces: dict[bytes, list[Piece]],
+    files: dict[bytes, list[ChunkFile]],
 ) -> list[SavedChunk]:
     identities = [identity.tobytes() for identity in table["id"]]
     names = ("previous", "number", "evicted", "first", "last")
@@ -204,7 +268,7 @@ def _saved_chunks(
             first,
             last,
             age,
-            pieces[identity],
+            files.get(identity, []),
         )
         for identity, age, (previous, number, evicted, first, last) in zip(
             identities, ages, zip(*(table[name].tolist() for name in names))
@@ -213,27 +277,25 @@ def _saved_chunks(
 
 
 def _scanned_chunk(
-    identity: bytes, pieces: list[Piece], headers: list[dict[str, Any]]
+    identity: bytes, files: list[ChunkFile], headers: list[dict[str, Any]]
 ) -> SavedChunk:
-    steps = max(piece.stop for piece in pieces)
+    steps = max(file.stop for file in files)
     first, last = headers[0]["first"], max(header["last"] for header in headers)
     # When between the two each step came is not known.
     ages = np.linspace(first, last, steps)
     previous = bytes.fromhex(headers[0]["previous"])
-    return SavedChunk(identity, previous, -1, 0, first, last, ages, pieces)
+    return SavedChunk(identity, previous, -1, 0, first, last, ages, files)
 
 
-def _header(
-    folder: ChunkFolder, identity: bytes, piece: Piece
-) -> dict[str, Any] | None:
+def _header(folder: ChunkFolder, file: ChunkFile) -> dict[str, Any] | None:
     try:
-        header = folder.metadata(identity, piece)
+        header = folder.metadata(file)
         kinds = {"previous": str, "first": int, "last": int, "chunksize": int}
         wrong = [
             key for key, kind in kinds.items() if type(header.get(key)) is not kind
         ]
         if wrong or header.get("format") != FORMAT or "fields" not in header:
-            raise CheckpointError(f"{piece.path(identity)} is of another version.")
+            raise CheckpointError(f"{file.name} is of another version.")
         return header
     except CheckpointError as error:
         logger.warning("Leaving out a file of replay: %s", error)

@@ -1,36 +1,58 @@
-"""Puts saved steps back into memory. Replay's process; nobody else has the index yet.
+"""Reads saved chunks back into memory. Replay's process; nobody else has the index yet.
 
 Chunks of the buffer's own directory are adopted: they keep their id, their files and,
 if possible, their number. What comes from another directory, was cut into chunks of
 another size, or lies behind a gap is imported: copied into new chunks, which the next
-save writes. Every stream ends where it was saved.
+save writes. Every stream ends where it was saved. Damaged files are left out with a
+warning, and leave gaps.
 """
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from embodied.replay.durable import LATENTS, STEPS, ChunkFiles, ChunkFolder
-from embodied.replay.finding import Found, SavedChunk
+from embodied.checkpoint import CheckpointError
+from embodied.replay.catalog import SavedChunk, SavedChunks
+from embodied.replay.chunkfiles import (
+    LATENTS,
+    PRIORITIES,
+    STEPS,
+    ChunkFile,
+    ChunkFiles,
+    ChunkFolder,
+)
+from embodied.replay.chunks import Schema
 from embodied.replay.index import Index
-from embodied.replay.listing import PRIORITIES
-from embodied.replay.memory import chunks_per_worker
-from embodied.replay.reading import Run, read_chunks
+from embodied.replay.sizing import chunks_per_worker
 
 logger = logging.getLogger("embodied.replay")
 
+_THREADS = 4
+_AHEAD = 8  # Chunks that are read before they are asked for.
 _REPORT_SECONDS = 10.0
 _PRIORITIZE_AT_ONCE = 4096
+
+
+class Run(NamedTuple):
+    """Steps of a chunk without gaps."""
+
+    start: int
+    stop: int
+    arrays: dict[str, np.ndarray]
+    files: list[ChunkFile]
 
 
 def restore(
     index: Index,
     folder: ChunkFolder,
-    found: Found,
+    found: SavedChunks,
     own: bool,
     amount: int | None,
     progress: Callable[[int, int], None] | None,
@@ -143,10 +165,10 @@ class Restorer:
         self.same &= number == chunk.number
         self._write(number, run, 0, run.stop, chunk)
         chunks.dead[number] = min(chunk.evicted, run.stop)
-        latents = [piece for piece in chunk.pieces if piece.kind == LATENTS]
-        read = [piece for piece in run.pieces if piece.kind == LATENTS]
+        latents = [file for file in chunk.files if file.kind == LATENTS]
+        read = [file for file in run.files if file.kind == LATENTS]
         self._index.files[number] = ChunkFiles(
-            [piece for piece in run.pieces if piece.kind == STEPS], read
+            [file for file in run.files if file.kind == STEPS], read
         )
         if latents and not read:
             self.same = False
@@ -233,7 +255,7 @@ class Restorer:
 
 
 def _newest(
-    index: Index, found: Found, adopt: bool, amount: int | None
+    index: Index, found: SavedChunks, adopt: bool, amount: int | None
 ) -> list[SavedChunk]:
     """Returns the chunks to read: as many as are wanted and fit, the newest ones."""
     size, length = index.chunks.size, index.length
@@ -257,3 +279,79 @@ def _newest(
         kept.append(chunk)
         wanted -= steps - chunk.evicted
     return sorted(kept, key=lambda chunk: chunk.first)
+
+
+def read_chunks(
+    folder: ChunkFolder, chunks: list[SavedChunk], schema: Schema
+) -> Iterator[tuple[SavedChunk, list[Run]]]:
+    """Yields the chunks with their contents, read ahead by several threads."""
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        waiting: collections.deque[tuple[SavedChunk, Any]] = collections.deque()
+        for chunk in chunks:
+            waiting.append((chunk, pool.submit(_read_chunk, folder, chunk, schema)))
+            if len(waiting) > _AHEAD:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        for done, future in waiting:
+            yield done, future.result()
+
+
+def _read_chunk(folder: ChunkFolder, chunk: SavedChunk, schema: Schema) -> list[Run]:
+    groups: list[list[Run]] = []
+    # Of files that overlap, the longest counts.
+    for file in sorted(chunk.files, key=lambda x: (x.start, -x.stop)):
+        end = groups[-1][-1].stop if groups else -1
+        if file.kind == STEPS and file.start >= end:
+            run = _read_file(folder, file, schema)
+            if run is not None:
+                if file.start != end:
+                    groups.append([])
+                groups[-1].append(run)
+    runs = [_joined(group) for group in groups]
+    for file in sorted(chunk.files, key=lambda x: -x.save):
+        if runs and file.kind == LATENTS:
+            latents = _read_file(folder, file, schema)
+            if latents is not None:
+                return [_refreshed(run, latents) for run in runs]
+    return runs
+
+
+def _read_file(folder: ChunkFolder, file: ChunkFile, schema: Schema) -> Run | None:
+    """Returns the contents of a file, or None with a warning."""
+    keys = list(schema.fields) if file.kind == STEPS else schema.latents
+    try:
+        found, file = folder.read(file)
+        for key in keys:
+            field, count = schema.fields[key], file.stop - file.start
+            if key not in found or found[key].shape != (count, *field.shape):
+                raise CheckpointError(f"{file.name} lacks {key}.")
+            if found[key].dtype != field.stored_dtype:
+                raise CheckpointError(f"{file.name} has {key} as {found[key].dtype}.")
+    except CheckpointError as error:
+        logger.warning("Leaving out a file of replay: %s", error)
+        return None
+    if PRIORITIES in found and PRIORITIES not in keys:
+        keys = [*keys, PRIORITIES]
+    arrays = {key: found[key] for key in keys}
+    return Run(file.start, file.stop, arrays, [file])
+
+
+def _joined(runs: list[Run]) -> Run:
+    if len(runs) == 1:
+        return runs[0]
+    shared = set.intersection(*(set(run.arrays) for run in runs))
+    arrays = {key: np.concatenate([run.arrays[key] for run in runs]) for key in shared}
+    files = [file for run in runs for file in run.files]
+    return Run(runs[0].start, runs[-1].stop, arrays, files)
+
+
+def _refreshed(run: Run, latents: Run) -> Run:
+    start, stop = max(run.start, latents.start), min(run.stop, latents.stop)
+    if start >= stop:
+        return run
+    arrays = dict(run.arrays)
+    for key in latents.arrays.keys() & arrays.keys():
+        arrays[key] = arrays[key].copy()  # What was read may not be writable.
+        fresh = latents.arrays[key][start - latents.start : stop - latents.start]
+        arrays[key][start - run.start : stop - run.start] = fresh
+    return run._replace(arrays=arrays, files=run.files + latents.files)

@@ -21,9 +21,10 @@ from embodied.checkpoint.files import (
     locate,
     read_file,
     require_space,
+    seal,
+    unseal,
     write_file,
 )
-from embodied.checkpoint.sealed import seal, unseal
 
 Table = list[tuple[str, str, tuple[int, ...]]]  # Name, dtype and shape of arrays.
 
@@ -254,9 +255,12 @@ def _check_table(rows: Any) -> Table:
 
 
 def _safetensors_header(table: Table) -> tuple[bytes, int]:
-    """Returns what precedes the arrays in the file, and the size of the whole.
+    """Returns the bytes before the arrays in the file, and the size of the whole.
 
-    The format is the length of a JSON object in 8 bytes, the object, the arrays.
+    The format is the length of a JSON object in 8 bytes, the object, the arrays. It is
+    written here and not by the package `safetensors`, which would hold a copy of all
+    arrays at once (several GB at 200m parameters), cannot hash while it writes and
+    reads, and refuses some of our dtypes. The tests read the files with the package.
     """
     header: dict[str, Any] = {}
     end = 0

@@ -1,0 +1,379 @@
+"""Saves a buffer: decides what belongs to it, writes what is new. Replay's process.
+
+    with writer.cut(index, counters, context) as cut:   # At once, with all locks held.
+      saved = cut.write()                               # May take minutes.
+
+Which steps belong to a save is decided under the index lock; then they are written,
+from pinned memory, while inserts and samples go on. Latents are copied under their
+lock, chunk by chunk, and may be newer than the steps.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from embodied.base import Tree
+from embodied.checkpoint import CheckpointError, FileRecord
+from embodied.replay.catalog import FORMAT, pack_files, pack_order
+from embodied.replay.chunkfiles import (
+    LATENTS,
+    PRIORITIES,
+    STEPS,
+    ChunkFile,
+    ChunkFiles,
+    ChunkFolder,
+)
+from embodied.replay.index import Counters, Index
+
+_THREADS = 4  # They compress, hash and wait for the disk.
+
+
+class ReplayWriter:
+    """Writes a buffer's chunks. The saving lock guards its own state.
+
+    Args:
+      folder: where to write; None if steps are not saved.
+      saving: the saving lock.
+      changed: the index lock.
+      latents: the latents' lock.
+      latent_save_bytes: of refreshed latents that one save writes at most.
+    """
+
+    def __init__(
+        self,
+        folder: ChunkFolder | None,
+        saving: threading.Lock,
+        changed: threading.Condition,
+        latents: threading.Lock,
+        latent_save_bytes: float,
+    ):
+        self.folder = folder
+        self.saving = saving
+        self.changed = changed
+        self.latents = latents
+        self.latent_save_bytes = latent_save_bytes
+        self.number = 0  # Of the last save.
+        self.unlisted: set[ChunkFile] = set()  # Written by saves that have failed.
+
+    def cut(
+        self,
+        index: Index | None,
+        counters: Counters,
+        context: int,
+        held: contextlib.ExitStack,
+    ) -> ReplayCut:
+        """Decides what belongs to a save. The saving lock is held.
+
+        Args:
+          index: of the buffer, if there are steps.
+          counters: of the buffer.
+          context: of the buffer.
+          held: the locks, which the cut takes over to release when it is closed.
+        """
+        self.number += 1
+        with self.changed:
+            if self.folder is None or index is None:
+                chunks = None
+            else:
+                chunks = _CutChunks.of(index)
+            state = {
+                "format": FORMAT,
+                "save": self.number,
+                "counters": counters.save(),
+                "context": context,
+            }
+        return ReplayCut(self, index, state, chunks, held.pop_all())
+
+    def clean(self, listed: Collection[str], root: str | os.PathLike[str]) -> None:
+        """Removes the files that are not among `listed`, relative to `root`."""
+        if self.folder is None:
+            return
+        files = self.folder.scan()
+        for file, record in zip(files, self.folder.records(files, root)):
+            if record.path not in listed:
+                self.folder.remove(file)
+
+    def resume(self, number: int) -> None:
+        """Goes on counting behind a save, and behind all that have left files.
+
+        Those of a later one may belong to a checkpoint that cannot be read for now;
+        to use its number again would be to write over them.
+        """
+        assert self.folder is not None
+        self.number = max([self.number, number, *(x.save for x in self.folder.scan())])
+
+
+class _CutChunks(NamedTuple):
+    """The chunks and items that belong to a save; all but the items over n chunks."""
+
+    columns: dict[str, np.ndarray]
+    files: list[ChunkFiles]
+    generations: np.ndarray  # [n]
+    grown: np.ndarray  # Numbers of the chunks with new steps; they are pinned.
+    items: np.ndarray  # Slots, from the oldest.
+    selector: Tree
+
+    @classmethod
+    def of(cls, index: Index) -> _CutChunks:
+        """Pins the chunks that have to be written. The index lock is held."""
+        chunks = index.chunks
+        numbers = chunks.numbers()
+        numbers = numbers[chunks.filled[numbers] > 0]
+        files = [index.files.setdefault(x, ChunkFiles()) for x in numbers.tolist()]
+        steps = chunks.filled[numbers]
+        grown = numbers[steps > [x.stop for x in files]]
+        index.pin(grown)
+        columns: dict[str, np.ndarray] = {
+            "id": chunks.ids[numbers],
+            "number": numbers,
+            "previous": chunks.preceding[numbers],
+            "steps": steps,
+            "evicted": chunks.dead[numbers],
+            "first": chunks.first_insert[numbers],
+            "last": chunks.last_insert[numbers],
+        }
+        items = index.items.oldest(len(index.items))
+        generations = chunks.generation[numbers]
+        return cls(columns, files, generations, grown, items, index.selector.save())
+
+    def tables(self, index: Index) -> dict[str, Any]:
+        """Returns what a save says about steps, apart from the files."""
+        numbers = self.columns["number"]
+        # One more, so that -1 stays -1.
+        places = np.full(numbers.max(initial=0) + 2, -1, np.int32)
+        places[numbers] = np.arange(len(numbers))
+        return {
+            "chunksize": index.chunks.size,
+            "fields": index.schema.to_json(),
+            "selector": self.selector,
+            "order": pack_order(places[self.items // index.chunks.size]),
+            "chunks": self.columns | {"previous": places[self.columns["previous"]]},
+        }
+
+
+class _Job(NamedTuple):
+    """A file to write."""
+
+    number: int  # Of the chunk.
+    generation: int
+    files: ChunkFiles
+    file: ChunkFile
+    metadata: dict[str, Any]
+
+
+class ReplayCut:
+    """The steps that belong to a save. Write it, and close it in any case.
+
+    Inserts, samples and updates go on meanwhile; other saves of the buffer wait until
+    it is closed.
+    """
+
+    def __init__(
+        self,
+        writer: ReplayWriter,
+        index: Index | None,
+        state: dict[str, Any],
+        chunks: _CutChunks | None,
+        held: contextlib.ExitStack,
+    ):
+        self._writer = writer
+        self._index = index
+        self._state = state
+        self._chunks = chunks
+        self._held = held
+        self._pinned = set() if chunks is None else set(chunks.grown.tolist())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the memory and the locks."""
+        if self._index is not None:
+            with self._writer.changed:
+                self._index.unpin(np.array(sorted(self._pinned), np.int64))
+        self._pinned = set()
+        self._held.close()
+
+    def write(self) -> SavedReplay:
+        """Writes what is new, and returns the list of everything.
+
+        Raises:
+          CheckpointError: the disk is full, for example. The next save makes up for it.
+        """
+        index, chunks, writer = self._index, self._chunks, self._writer
+        if index is None or chunks is None:
+            return SavedReplay(self._state, [], writer, index)
+        data = self._state | chunks.tables(index)
+        jobs = self._jobs(data, chunks)
+        self._write_steps(index, [x for x in jobs if x.number in self._pinned])
+        self._write_latents(index, jobs)
+        files = [file for x in jobs for file in x.files.needed]
+        data["files"] = pack_files(files, [x.file.chunk for x in jobs])
+        assert writer.folder is not None
+        for file in writer.unlisted.difference(files):
+            writer.folder.remove(file)
+        writer.unlisted.clear()
+        return SavedReplay(data, files, writer, index)
+
+    def _jobs(self, data: dict[str, Any], chunks: _CutChunks) -> list[_Job]:
+        """Returns one job per chunk; those of chunks that did not grow are empty."""
+        table = data["chunks"]
+        identities = [identity.tobytes() for identity in table["id"]]
+        shared = {key: data[key] for key in ("format", "chunksize", "fields")}
+        jobs = []
+        for i, identity in enumerate(identities):
+            before, files = int(table["previous"][i]), chunks.files[i]
+            metadata = shared | {
+                "previous": "" if before < 0 else identities[before].hex(),
+                "first": int(table["first"][i]),
+                "last": int(table["last"][i]),
+            }
+            steps, number = int(table["steps"][i]), int(table["number"][i])
+            file = ChunkFile(identity, STEPS, files.stop, steps, self._writer.number)
+            jobs.append(_Job(number, int(chunks.generations[i]), files, file, metadata))
+        return jobs
+
+    def _write_steps(self, index: Index, jobs: list[_Job]) -> None:
+        """Writes new steps, and unpins the chunks that are done."""
+        for job, file, stamp in self._write_all(index, jobs):
+            if file.start == 0:
+                job.files.stamp = stamp
+            job.files.steps.append(file)
+            self._pinned.discard(job.number)
+            with self._writer.changed:
+                index.unpin(np.array([job.number]))
+
+    def _write_latents(self, index: Index, every: list[_Job]) -> None:
+        """Writes the most recently refreshed latents, as many as are allowed."""
+        step_bytes = index.schema.latent_bytes
+        if index.chunks.priorities is not None:
+            step_bytes += index.chunks.priorities.itemsize
+        if not step_bytes:
+            return
+        with self._writer.changed:
+            stamped = [(int(index.chunks.refreshed[job.number]), job) for job in every]
+        dirty = [(stamp, job) for stamp, job in stamped if stamp > job.files.stamp]
+        dirty.sort(key=lambda entry: -entry[0])
+        jobs, left = [], self._writer.latent_save_bytes
+        for _, job in dirty:
+            left -= step_bytes * job.file.stop
+            if left < 0:
+                break
+            file = dataclasses.replace(job.file, kind=LATENTS, start=0)
+            jobs.append(job._replace(file=file))
+        for job, file, stamp in self._write_all(index, jobs):
+            # The one before is kept for `discard`, unless it goes with this save.
+            before = [x for x in job.files.latents if x not in self._writer.unlisted]
+            job.files.latents = [*before[-1:], file]
+            job.files.stamp = stamp
+
+    def _write_all(
+        self, index: Index, jobs: list[_Job]
+    ) -> Iterator[tuple[_Job, ChunkFile, int]]:
+        """Writes files in several threads; yields those that are done.
+
+        Yields:
+          The job, the file, and the number of the last update that it contains.
+
+        Raises:
+          CheckpointError: one could not be written. All that were, were yielded.
+        """
+        problem: CheckpointError | None = None
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+            futures = {pool.submit(self._write, index, job): job for job in jobs}
+            for future in concurrent.futures.as_completed(futures):
+                try:
+                    written = None if future.cancelled() else future.result()
+                except CheckpointError as error:
+                    problem = problem or error
+                    for other in futures:
+                        other.cancel()
+                    continue
+                if written is not None:
+                    self._writer.unlisted.add(written[0])
+                    yield futures[future], *written
+        if problem is not None:
+            raise problem
+
+    def _write(self, index: Index, job: _Job) -> tuple[ChunkFile, int] | None:
+        """Writes one file; None if the chunk has been evicted in the meantime."""
+        chunks, changed = index.chunks, self._writer.changed
+        rows = chunks.rows(job.number, job.file.start, job.file.stop)
+        arrays = {}
+        with changed:
+            same = chunks.generation[job.number] == job.generation
+            if not same or not chunks.used[job.number]:
+                return None
+            pin = np.array([job.number])
+            index.pin(pin)
+            stamp = int(chunks.refreshed[job.number])
+            if chunks.priorities is not None:
+                arrays[PRIORITIES] = chunks.priorities[rows].copy()
+        try:
+            with self._writer.latents:
+                for key in index.schema.latents:
+                    arrays[key] = chunks.arrays[key][rows].copy()
+            if job.file.kind == STEPS:
+                for key in chunks.arrays.keys() - arrays.keys():
+                    arrays[key] = chunks.arrays[key][rows]
+            assert self._writer.folder is not None
+            file = self._writer.folder.write(job.file, arrays, job.metadata)
+        finally:
+            with changed:
+                index.unpin(pin)
+        return file, stamp
+
+
+class SavedReplay:
+    """A save that was written, and may be committed or discarded.
+
+    Attributes:
+      data: what `Replay.load` needs.
+    """
+
+    def __init__(
+        self,
+        data: Tree,
+        files: list[ChunkFile],
+        writer: ReplayWriter,
+        index: Index | None,
+    ):
+        self.data = data
+        self._files = files
+        self._writer = writer
+        self._index = index
+
+    def records(self, root: str | os.PathLike[str]) -> list[FileRecord]:
+        """Returns all files of the save, relative to `root`, to commit them."""
+        folder = self._writer.folder
+        return [] if folder is None else folder.records(self._files, root)
+
+    def discard(self) -> None:
+        """Removes the files that this save wrote, since it was not committed."""
+        folder, number = self._writer.folder, self.data["save"]
+        if folder is None:
+            return
+        with self._writer.saving:
+            for file in self._files:
+                if file.save == number:
+                    folder.remove(file)
+            if self._index is None:
+                return
+            with self._writer.changed:
+                every = list(self._index.files.values())
+            for files in every:
+                kept = [x for x in files.steps if x.save != number]
+                fresh = [x for x in files.latents if x.save != number]
+                if (kept, fresh) != (files.steps, files.latents):
+                    files.steps, files.latents, files.stamp = kept, fresh, 0
