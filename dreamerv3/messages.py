@@ -10,8 +10,6 @@ import elements
 
 from embodied.logger import TensorBoardOutput
 
-LAST = 100  # Episodes whose mean score is told.
-
 if TYPE_CHECKING:
     from dreamerv3.rollout import Result as RolloutResult
     from embodied.run import Result as TrainResult
@@ -19,9 +17,16 @@ if TYPE_CHECKING:
 
 def summary(config: elements.Config, result: RolloutResult | TrainResult) -> str:
     """Says what was done, and what lies where in the logdir."""
+    from embodied.run.collecting import RECENT
+
     rate = result.steps / result.seconds if result.seconds else 0.0
-    score = "" if result.mean_score is None else f", mean score {result.mean_score:.3g}"
     updates = getattr(result, "updates", None)  # A rollout makes none.
+    few = "" if updates is None else f" of the last {min(RECENT, result.episodes)}:"
+    score = (
+        ""
+        if result.mean_score is None
+        else f", mean score{few} {result.mean_score:.3g}"
+    )
     trained = "" if updates is None else f" and {updates} updates"
     step = getattr(result, "step", result.steps)  # It counts earlier calls too.
     total = "" if step == result.steps else f", now at step {step}"
@@ -35,6 +40,7 @@ def summary(config: elements.Config, result: RolloutResult | TrainResult) -> str
 def parallel_summary(config: elements.Config, seconds: float) -> str:
     """Says what a parallel run has done, and what lies where in the logdir."""
     from embodied.checkpoint import Checkpoint
+    from embodied.run.collecting import RECENT
 
     line = f"Done in {seconds:.0f} s"
     saved = Checkpoint(config.logdir).last()
@@ -47,7 +53,7 @@ def parallel_summary(config: elements.Config, seconds: float) -> str:
         # Without those that are not numbers, of rewards that are not.
         scores = [score for score in scores if score is not None]
         if scores:
-            newest = scores[-LAST:]
+            newest = scores[-RECENT:]
             mean = sum(newest) / len(newest)
             line += f", mean score of the last {len(newest)} episodes {mean:.3g}"
     return "\n".join([f"{line}.", *files(config, trained=True)])
