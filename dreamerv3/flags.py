@@ -14,7 +14,8 @@ from dreamerv3.checks import Flat, nearest
 HELP = "`dreamerv3 --help` lists all keys."
 LARGEST_INTEGER = 2**63
 LARGEST_ORDER = 18  # Powers of ten.
-TEXT_OR_INTEGER = {"replay.bytes": "auto"}  # The text that is not a number, by key.
+# The text that is not a number, by key.
+TEXT_OR_INTEGER = {"replay.bytes": "auto", "suite.at_once": "auto"}
 
 _IS_PATTERN = re.compile(r"[^A-Za-z0-9_.-]")
 

@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"script: expected one of those that this version offers "
                 f"({', '.join(SCRIPTS)}), got {config.script!r}."
             )
-        return _run(SCRIPTS[config.script], config)
+        script = SCRIPTS[config.script]
+        if config.script == "suite":  # It passes the arguments on to its runs.
+            script = functools.partial(script, argv=argv)
+        return _run(script, config)
     except ConfigError as error:
         return _fail(error.problems)
     except (TaskError, loggers.MissingPackageError) as error:
@@ -168,12 +171,20 @@ def run_import_checkpoint(config: elements.Config) -> None:
     print(import_checkpoint(config))
 
 
-SCRIPTS: dict[str, Callable[[elements.Config], None]] = {
+def run_suite(config: elements.Config, argv: Sequence[str] = ()) -> None:
+    """Trains on a list of tasks and seeds, and compares the scores."""
+    from dreamerv3.suite import runner
+
+    runner.run_suite(config, argv)
+
+
+SCRIPTS: dict[str, Callable[..., None]] = {
     "train": run_train,
     "train_eval": run_train_eval,
     "eval_only": run_eval_only,
     "import_checkpoint": run_import_checkpoint,
     "rollout": run_rollout,
+    "suite": run_suite,
     **parallel.SCRIPTS,
 }
 

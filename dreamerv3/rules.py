@@ -19,6 +19,7 @@ SCRIPTS = (
     "parallel_replay",
     "import_checkpoint",
     "rollout",
+    "suite",
 )
 
 
@@ -132,6 +133,21 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"run\.(actor|replay|logger)_addr", _ADDRESS),
     (r"run\.from_checkpoint_regex|logger\.filter", _REGEX),
     (r"run\.transport", choice("zmq", "portal")),
+    (
+        r"suite\.preset",
+        choice("none", "atari100k", "dmc_proprio", "dmc_vision", "crafter"),
+    ),
+    (
+        r"suite\.tasks",
+        Rule("names of tasks", lambda value: all(name.strip() for name in value)),
+    ),
+    (r"suite\.script", choice("parallel", "train")),
+    (r"suite\.seeds", _COUNT),
+    (
+        r"suite\.at_once",
+        Rule("auto, or at least 1", lambda value: value == "auto" or value >= 1),
+    ),
+    (r"suite\.mps", choice("auto", "off")),
     (r"replay\.(size|chunksize)", _COUNT),
     (
         r"replay\.bytes",
