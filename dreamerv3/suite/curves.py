@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -261,11 +263,20 @@ def model_size(config: Mapping[str, Any]) -> str:
     """Names the block of sizes that would change nothing about a configuration."""
     if config["random_agent"]:
         return "random agent"
-    for name, block in read_blocks().items():
-        if name.startswith("size"):
-            values = flags.Values(dict(config))
-            for key, value in flags.flatten(block).items():
-                values.set(key, [value])
-            if values.flat == config:
-                return name
+    for name, block in _size_blocks().items():
+        if all(
+            config[key] == value
+            for pattern, value in block.items()
+            for key in config
+            if re.fullmatch(pattern, key)
+        ):
+            return name
     return f"{config['agent.dyn.rssm.deter']} recurrent units"
+
+
+@functools.cache
+def _size_blocks() -> dict[str, flags.Flat]:
+    blocks = read_blocks().items()
+    return {
+        name: flags.flatten(block) for name, block in blocks if name.startswith("size")
+    }
