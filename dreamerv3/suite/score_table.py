@@ -189,14 +189,15 @@ def _task_row(task: TaskScores) -> dict[str, Any] | None:
     if index is None:
         return None
     scores = task.at(index)
+    counted = ~np.isnan(task.scores[:, index])
     row: dict[str, Any] = {
         "task": task.task,
         "suite": task.published.suite if task.published else "",
         "step": task.told(index),
         "unit": task.unit,
-        "seeds": [run.seed for run in task.runs],
+        "seeds": [run.seed for run, known in zip(task.runs, counted) if known],
         "scores": scores.tolist(),
-        **_estimate(aggregates.mean_score(scores)),
+        "mean": _estimate(aggregates.mean_score(scores)),
     }
     if task.published:
         published = task.published.seeds[:, index]
@@ -204,7 +205,7 @@ def _task_row(task: TaskScores) -> dict[str, Any] | None:
         row["normalised"] = float(normalised[0].mean())
         row["published"] = {
             "seeds": len(published),
-            **_estimate(aggregates.mean_score(published)),
+            "mean": _estimate(aggregates.mean_score(published)),
             "normalised": float(normalised[1].mean()),
         }
     return row
@@ -238,7 +239,7 @@ def _normalise(task: TaskScores, scores: np.ndarray) -> np.ndarray:
 
 def _estimate(estimate: Estimate) -> dict[str, Any]:
     interval = estimate.interval and list(estimate.interval)
-    return {"mean": estimate.value, "interval": interval}
+    return {"value": estimate.value, "interval": interval}
 
 
 def _settings(runs: Sequence[Curve]) -> dict[str, list[Any]]:
@@ -278,21 +279,25 @@ def table_markdown(table: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
         for key, values in table["settings"].items()
         if values
     )
-    lines = ["# Scores", "", f"{settings}.", ""]
+    lines = ["# Scores", "", *([f"{settings}.", ""] if settings else [])]
     lines += [*(f"- {note}" for note in notes), ""] if notes else []
     lines += [
-        "| task | step | runs | score | 95% interval | published | seeds | interval |",
-        "| --- | ---: | ---: | ---: | --- | ---: | ---: | --- |",
+        "| task | step | runs | score | 95% interval | published | its seeds "
+        "| 95% interval | normalised | published |",
+        "| --- | ---: | ---: | ---: | --- | ---: | ---: | --- | ---: | ---: |",
     ]
     for row in table["tasks"]:
-        published = row.get("published")
-        cells = [row["task"], f"{row['step']:,}", len(row["scores"])]
-        cells += [_number(row["mean"]), _range(row["interval"])]
-        cells += (
-            [_number(published["mean"]), published["seeds"]] if published else ["–"] * 2
-        )
-        cells.append(_range(published["interval"] if published else None))
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        mean, published = row["mean"], row.get("published")
+        cells = [row["task"], f"{row['step']:,}", str(len(row["scores"]))]
+        cells += [_number(mean["value"]), _range(mean["interval"])]
+        if published:
+            mean = published["mean"]
+            cells += [_number(mean["value"]), str(published["seeds"])]
+            cells += [_range(mean["interval"]), f"{row['normalised']:.3f}"]
+            cells += [f"{published['normalised']:.3f}"]
+        else:
+            cells += ["–"] * 5
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *_units(table), ""]
     for suite, content in table["suites"].items():
         lines += _suite_lines(suite, content)
@@ -301,6 +306,8 @@ def table_markdown(table: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
 
 def _units(table: Mapping[str, Any]) -> list[str]:
     units = sorted({row["unit"] for row in table["tasks"]})
+    if not units:
+        return ["No run has come to a step at which scores are compared."]
     return [
         f"Steps are {' or '.join(units)}: the last one that the most runs of the task "
         "have come to. A score is the mean of the episodes that ended in the interval "
@@ -318,8 +325,8 @@ def _suite_lines(suite: str, content: Mapping[str, Any]) -> list[str]:
     ]
     for name, title in NAMES.items():
         ours, published = content["ours"][name], content["published"][name]
-        cells = [title, f"{ours['mean']:.3f}", _range(ours["interval"], 3)]
-        cells += [f"{published['mean']:.3f}", _range(published["interval"], 3)]
+        cells = [title, f"{ours['value']:.3f}", _range(ours["interval"], 3)]
+        cells += [f"{published['value']:.3f}", _range(published["interval"], 3)]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 

@@ -68,9 +68,9 @@ def test_a_preset_and_the_flags_of_the_user_make_the_runs():
     runs, config = plan(
         *("--suite.preset", "atari100k", "--configs", "size12m", "--seed", "3"),
         *("--suite.seeds", "2", "--run.envs", "16"),
+        *("--suite.tasks", "atari100k_alien", "atari100k_pong"),
     )
-    assert len(runs) == 52
-    assert [run.seed for run in runs] == [3] * 26 + [4] * 26
+    assert [run.seed for run in runs] == [3, 3, 4, 4]
     assert config.run.envs == 16 and config.run.train_ratio == 256
     assert config.agent.dyn.rssm.deter == 2048
     assert config.script == "parallel"
@@ -80,6 +80,12 @@ def test_a_preset_and_the_flags_of_the_user_make_the_runs():
     own = load_config(run.argv, {})
     assert (own.task, own.seed, own.logdir) == (run.task, 3, str(run.logdir))
     assert own.suite.preset == "none", "a run is not a suite"
+
+
+def test_a_preset_brings_its_tasks():
+    runs, _ = plan("--suite.preset", "crafter", "--configs", "size12m")
+    assert [run.task for run in runs] == ["crafter_reward"]
+    assert runs[0].steps == 1_000_000
 
 
 def test_flags_of_the_user_come_after_those_of_the_preset():
@@ -150,7 +156,7 @@ def test_a_task_that_fails_does_not_end_the_others(tmp_path, capsys):
         assert (folder / name).stat().st_size > 0
     table = read_json(folder / "table.json")
     assert [row["task"] for row in table["tasks"]] == ["dummy_cont", "dummy_disc"]
-    assert [row["mean"] for row in table["tasks"]] == [1, 1]
+    assert [row["mean"]["value"] for row in table["tasks"]] == [1, 1]
     assert "gym_NoSuchTask-v0 seed 0 has failed" in (folder / "table.md").read_text()
     assert read_json(folder / "suite.json")["command"].startswith("dreamerv3 --script")
 
