@@ -180,7 +180,7 @@ def open_mps() -> Iterator[dict[str, str] | None]:
         logger.info("%s is not installed: one run at a time on a device.", MPS_CONTROL)
         yield None
         return
-    if _ask(control, "get_server_list", {}):
+    if _answers(control, {}):
         yield {}  # Somebody else's, which stays.
         return
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
@@ -196,15 +196,15 @@ def open_mps() -> Iterator[dict[str, str] | None]:
             deadline = time.monotonic() + MPS_SECONDS
             answers = False
             while process.running and not answers and time.monotonic() < deadline:
-                answers = _ask(control, "get_server_list", environ)
+                answers = _answers(control, environ)
                 process.join(0.0 if answers else 0.2)
             if not answers:
                 logger.warning("The Multi-Process Service did not start.")
             try:
                 yield environ if answers else None
             finally:
-                if _ask(control, "quit", environ):
-                    process.join(ASK_SECONDS)
+                _ask(control, "quit", environ)
+                process.join(ASK_SECONDS if answers else 0.0)
 
 
 def _serve_mps(control: str) -> None:
@@ -213,8 +213,14 @@ def _serve_mps(control: str) -> None:
     subprocess.run([control, "-f"], env=environ, stdout=subprocess.DEVNULL, check=True)
 
 
-def _ask(control: str, question: str, environ: Mapping[str, str]) -> bool:
-    """Sends the service a line; returns whether it answered."""
+def _answers(control: str, environ: Mapping[str, str]) -> bool:
+    """Returns whether a service runs; it answers this question with a number."""
+    answer = _ask(control, "get_default_active_thread_percentage", environ)
+    return any(character.isdigit() for character in answer)
+
+
+def _ask(control: str, question: str, environ: Mapping[str, str]) -> str:
+    """Returns the answer of the service to a line; empty if there is none."""
     try:
         answer = subprocess.run(
             [control],
@@ -225,5 +231,5 @@ def _ask(control: str, question: str, environ: Mapping[str, str]) -> bool:
             timeout=ASK_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return answer.returncode == 0 and "Cannot find" not in answer.stdout + answer.stderr
+        return ""
+    return answer.stdout if answer.returncode == 0 else ""

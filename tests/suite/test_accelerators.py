@@ -30,6 +30,8 @@ if not (folder / "control").exists():
     sys.exit("Cannot find MPS control daemon process")
 if "quit" in sys.stdin.read():
     (folder / "quit").touch()
+else:
+    print("100.0")
 """
 
 

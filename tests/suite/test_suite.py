@@ -253,4 +253,5 @@ def test_an_interrupt_saves_the_runs_and_writes_the_table(slow_suite, tmp_path):
     assert "2 runs: 1 done, 1 stopped." in text
     for name in RESULTS:
         assert (folder / name).exists()
-    finish(slow_suite, tmp_path)
+    output = (folder / "slow_env-Slow/seed0/output.txt").read_text()
+    assert "Interrupted: saving" in output and "Done in" in output
