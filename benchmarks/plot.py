@@ -5,26 +5,32 @@
 Each dot is an episode, at the agent step at which it ended. A single run gets a running
 mean. Runs with the same label are seeds of one curve, their mean, in a band from the
 least to the most. A published curve of the task is drawn beside them where there is one
-(`benchmarks/reference_curves.json`). Needs matplotlib, the extra `plot`.
+(`dreamerv3/suite/published.json`). Needs matplotlib, the extra `plot`.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import curves
-from benchmarks.curves import PlotError, Reference, Run
+from dreamerv3.suite import curves
+from dreamerv3.suite.curve_plot import (
+    COLORS,
+    FAINT,
+    INK,
+    new_figure,
+    style_axes,
+    write_png,
+)
+from dreamerv3.suite.curves import Curve, PlotError
+from dreamerv3.suite.presets import PublishedCurve, find_published, published_tasks
 
-WIDTH, HEIGHT, DPI = 1200, 720, 150  # Pixels, and pixels per inch.
+WIDTH, HEIGHT = 1200, 720  # Pixels.
 BINS = 25  # Of the mean over seeds, unless steps per bin are given.
 LEGEND_COLUMNS, LEGEND_WIDTH = 3, 0.9 * WIDTH  # At most.
-COLORS = ("#1f6fb4", "#d9622b", "#2e8b57", "#8e5bb5", "#b8860b", "#c2447a")
-INK, FAINT, GRID = "#333333", "#777777", "#e4e4e4"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,22 +111,22 @@ def render(
         raise PlotError(
             f"--label: expected one for each of {len(logdirs)} runs, got {len(labels)}."
         )
-    figure = _new_figure()
+    figure = new_figure(WIDTH, HEIGHT)
     end = float("inf") if until is None else until
     runs = [curves.read_run(logdir, metric).until(end) for logdir in logdirs]
     tasks = sorted({run.task for run in runs})
     if len(tasks) > 1:
         raise PlotError(f"expected runs of one task, got {', '.join(tasks)}.")
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[Curve]] = {}
     for run, label in zip(runs, labels or [run.size for run in runs]):
         groups.setdefault(label, []).append(run)
 
     axes = figure.add_subplot()
     _style(axes, runs, metric)
     if reference is not None or metric == curves.SCORE:
-        published = curves.read_reference(runs[0], reference)
+        published = _read_reference(runs[0], reference)
         if published:
-            _draw_reference(axes, published.until(end))
+            _draw_reference(axes, published.until(end), runs[0].task)
     last = max(float(run.steps[-1]) for run in runs)
     width = steps_per or max(last / BINS, 1.0)
     noun = "episodes" if metric == curves.SCORE else "values"
@@ -129,11 +135,11 @@ def render(
         _draw_group(axes, label, members, color, width, window, noun)
     axes.set_xlim(left=0)
     _head(axes, title(runs))
-    _write(figure, out)
+    write_png(figure, out)
     return out
 
 
-def title(runs: Sequence[Run]) -> str:
+def title(runs: Sequence[Curve]) -> str:
     """Returns task, sizes, and how many seeds there are, or runs if seeds repeat."""
     sizes = " and ".join(dict.fromkeys(run.size for run in runs))
     noun = "seed" if len({run.seed for run in runs}) == len(runs) else "run"
@@ -141,38 +147,25 @@ def title(runs: Sequence[Run]) -> str:
     return f"{runs[0].task}, {sizes}, {len(runs)} {noun}{plural}"
 
 
-def _new_figure() -> Any:
-    """Makes a figure without pyplot, which keeps state of the whole process."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
+def _read_reference(run: Curve, name: str | None) -> PublishedCurve | None:
+    """Finds the published curve to show beside a run, of its task or a named one."""
+    if name == "none":
+        return None
+    found = find_published(run, name)
+    if name is not None and found is None:
         raise PlotError(
-            f"expected the package matplotlib, which cannot be imported ({error}). "
-            f"Run: pip install 'dreamerv3-parallel[plot]'"
-        ) from error
-    size = (WIDTH / DPI, HEIGHT / DPI)
-    figure = Figure(figsize=size, dpi=DPI, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+            f"--reference: expected none or one of {', '.join(published_tasks())}, as "
+            f"the agent of the run sees them, got {name}."
+        )
+    return found
 
 
-def _style(axes: Any, runs: Sequence[Run], metric: str) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
+def _style(axes: Any, runs: Sequence[Curve], metric: str) -> None:
+    style_axes(axes, ticks=8)
     repeat = runs[0].repeat
     frames = f" ({repeat} frames each)" if repeat > 1 else ""
     axes.set_xlabel(f"agent steps{frames}", color=INK)
     axes.set_ylabel(metric.replace("/", " "), color=INK)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
-    axes.tick_params(colors=FAINT, labelcolor=INK, labelsize=9)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
 
 
 def _head(axes: Any, text: str) -> None:
@@ -195,24 +188,25 @@ def _head(axes: Any, text: str) -> None:
     axes.set_title(text, loc="left", fontsize=12, color=INK, pad=12 + 14 * rows)
 
 
-def _draw_reference(axes: Any, published: Reference) -> None:
+def _draw_reference(axes: Any, published: PublishedCurve, task: str) -> None:
+    other = "" if published.task == task else f" {published.task}"
     axes.plot(
         published.steps,
-        published.values,
+        published.mean,
         color=FAINT,
         linewidth=1.5,
         linestyle=(0, (4, 2)),
         marker="o",
         markersize=4.5,
         markerfacecolor="white",
-        label=published.label,
+        label=f"published{other}, mean of {len(published.seeds)} seeds",
     )
 
 
 def _draw_group(
     axes: Any,
     label: str,
-    runs: Sequence[Run],
+    runs: Sequence[Curve],
     color: str,
     width: float,
     window: int | None,
@@ -246,7 +240,7 @@ def _draw_group(
 
 
 def _draw_alone(
-    axes: Any, label: str, run: Run, color: str, window: int | None, noun: str
+    axes: Any, label: str, run: Curve, color: str, window: int | None, noun: str
 ) -> None:
     size = window or curves.default_window(len(run.values))
     begin = min(size, len(run.values)) // 4  # The mean of a few is all chance.
@@ -257,17 +251,6 @@ def _draw_alone(
         marker="o" if len(run.values) == 1 else None,
         label=f"{label}, mean of {size} {noun}",
     )
-
-
-def _write(figure: Any, out: Path) -> None:
-    content = io.BytesIO()
-    # Without the version of the library, equal curves are equal files.
-    figure.savefig(content, format="png", metadata={"Software": None})
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_bytes(content.getvalue())
-    except OSError as error:
-        raise PlotError(f"--out: {out} cannot be written ({error}).") from error
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--version" in argv:
             print(f"dreamerv3 {metadata.version(PACKAGE)}")
             return 0
-        return _run(load_config(argv))
+        return _run(load_config(argv), argv)
     except ConfigError as error:
         return _fail(error.problems)
     except (TaskError, loggers.MissingPackageError) as error:
@@ -77,12 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(["left at once, without saving."], code=130)
 
 
-def _run(config: elements.Config) -> int:
+def _run(config: elements.Config, argv: Sequence[str]) -> int:
+    from dreamerv3.suite.runner import run_suite
     from embodied.run.console import show_messages
 
     try:
         with show_messages(), kept_config(config.logdir):
-            SCRIPTS[config.script](config)
+            if config.script == "suite":  # It passes the arguments on to its runs.
+                run_suite(config, argv)
+            else:
+                SCRIPTS[config.script](config)
     except (CheckpointError, RunError) as error:
         return _fail([str(error)], code=1)
     except EnvError as error:

@@ -203,6 +203,12 @@ def _is_mesh(value: str) -> bool:
 _PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
 _HOST = r"([^\s:\[\]]+|\[[0-9a-fA-F:.]+\])"
 
+_COUNT_OR_AUTO = Rule(
+    "auto, or a whole number of at least 1",
+    lambda value: value == "auto" or value >= 1,
+    word="auto",
+)
+
 # Kinds of values that several keys have, or that only code can check.
 KINDS = {
     "text": _matching("a text that is not empty", r".*\S.*"),
@@ -212,11 +218,8 @@ KINDS = {
         "HOST:PORT, or HOST:{auto} for a free port", rf"{_HOST}:({_PORT}|\{{auto\}})"
     ),
     "coordinator": _matching("HOST:PORT, or empty", rf"({_HOST}:{_PORT})?"),
-    "bytes": Rule(
-        "auto, or a whole number of at least 1",
-        lambda value: value == "auto" or value >= 1,
-        word="auto",
-    ),
+    "count": _COUNT_OR_AUTO,
+    "names": Rule("names", lambda value: all(name.strip() for name in value)),
     "mesh": Rule("three sizes such as -1,1,1 of which at most one is -1", _is_mesh),
     "devices": Rule(
         "different indices of at least 0",

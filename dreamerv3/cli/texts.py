@@ -22,6 +22,7 @@ from embodied.driver import EnvError
 from embodied.envs import registry
 from embodied.logger import TensorBoardOutput
 from embodied.run import TrainResult
+from embodied.run.collecting import RECENT
 
 USAGE = """\
 usage: dreamerv3 [--configs BLOCK ...] [--KEY VALUE ...]
@@ -31,7 +32,6 @@ Blocks set several keys at once and are applied in order, then flags. A key may 
 regular expression that matches whole keys: --'.*\\.units' 64. A list takes several
 values: --logger.outputs jsonl terminal. Numbers may be written like 1e6.
 """
-LAST = 100  # Episodes whose mean score is shown.
 
 # Types of errors that come from a wrong command line, rather than on the way.
 MISTAKES = (
@@ -81,8 +81,9 @@ def help_text(width: int = 88) -> str:
 def summary(config: elements.Config, result: TrainResult) -> str:
     """Returns a summary of a program, and of the files in its logdir."""
     rate = result.steps / result.seconds if result.seconds else 0.0
-    score = "" if result.mean_score is None else f", mean score {result.mean_score:.3g}"
     trains = config.script != "rollout"
+    few, mean = min(RECENT, result.episodes), result.mean_score
+    score = "" if mean is None else f", mean score of the last {few}: {mean:.3g}"
     trained = f" and {result.updates} updates" if trains else ""
     # The step counts earlier calls, too.
     total = "" if result.step == result.steps else f", now at step {result.step}"
@@ -108,7 +109,7 @@ def parallel_summary(config: elements.Config, seconds: float) -> str:
         # Without those that are not numbers, of rewards that are not.
         scores = [score for score in scores if score is not None]
         if scores:
-            newest = scores[-LAST:]
+            newest = scores[-RECENT:]
             mean = sum(newest) / len(newest)
             line += f", mean score of the last {len(newest)} episodes {mean:.3g}"
     return "\n".join([f"{line}.", *files(config, trained=True)])

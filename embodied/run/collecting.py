@@ -17,7 +17,9 @@ from embodied.replay import Replay
 
 MakeEnv = Callable[[int], Env]
 
-RECENT = 100  # Episodes over which a result averages the score.
+# Episodes whose mean score a result has: few, since those of a policy that has learned
+# since are not what a reader wants to know.
+RECENT = 10
 
 
 def make_driver(make_env: MakeEnv, first: int, amount: int, args: Any) -> Driver:

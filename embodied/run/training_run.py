@@ -73,7 +73,7 @@ class TrainResult:
       updates: of the agent, in this call.
       seconds: how long it took, without the start.
       episodes: finished in this call.
-      mean_score: of the last 100 of them; None if there were none.
+      mean_score: of the last 10 of them; None if there were none.
     """
 
     step: int

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import curves, plot
+from benchmarks import plot
+from dreamerv3.suite import curves
 
 SCORES = [(40_000, 0.0), (200_000, 30.0), (400_000, 90.0)]
 
@@ -119,7 +120,7 @@ def test_another_metric_is_drawn_without_published_scores(make_run, tmp_path):
 def test_the_title_says_task_size_and_seeds(runs, expected):
     points = np.zeros(1)
     made = [
-        curves.Run("atari100k_boxing", size, seed, 4, points, points, {})
+        curves.Curve("atari100k_boxing", size, seed, 4, points, points, {})
         for size, seed in runs
     ]
     assert plot.title(made) == expected
@@ -171,7 +172,7 @@ def test_damaged_files_are_named(make_run, tmp_path, capsys, text, message):
     ("arguments", "message"),
     [
         (("--metric", "train/nothing"), "expected metrics.jsonl"),
-        (("--reference", "chess"), "expected none or one of atari100k_boxing, "),
+        (("--reference", "chess"), "expected none or one of atari100k_alien, "),
         (("--label", "one", "two"), "expected one for each of 1 runs, got 2"),
         (("--out", "curve.jpg"), "expected a file name that ends in .png"),
         (("--out", "/dev/null/curve.png"), "cannot be written"),

@@ -124,6 +124,15 @@ CONTRACT = {
         "policy_mesh": "-1,1,1",
         "deterministic": False,
     },
+    "suite": {
+        "preset": "none",
+        "tasks": ("all",),
+        "seeds": 1,
+        "script": "parallel",
+        "at_once": "auto",
+        "mps": "auto",
+        "table_only": False,
+    },
     "logger": {
         "outputs": ("jsonl", "tensorboard"),
         "filter": "score|length|fps|ratio|train/loss/|train/rand/",

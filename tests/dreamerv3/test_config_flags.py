@@ -39,6 +39,8 @@ class TestFlags:
             (["--run.log_every", "-1"], "run.log_every", -1.0),
             (["--run.debug", "False"], "run.debug", False),
             (["--run.debug", "true"], "run.debug", True),
+            (["--suite.at_once", "3"], "suite.at_once", 3),
+            (["--suite.tasks", "a_b", "c"], "suite.tasks", ("a_b", "c")),
             (["--replay.bytes", "1e9"], "replay.bytes", 10**9),
             (["--replay.bytes", "5", "--replay.bytes", "auto"], "replay.bytes", "auto"),
             (["--replay.prio.initial", "2"], "replay.prio.initial", 2.0),
@@ -261,11 +263,13 @@ def valid_values(key, default):
         found = st.integers(-(10**12), 10**12) | st.integers(0, 9)
     elif isinstance(default, float):
         found = st.floats(allow_nan=False, allow_infinity=False) | st.floats(0, 1)
+    elif key == "suite.tasks":
+        return st.sampled_from([("all",), ("dummy_disc", "bsuite_mnist/0")])
     elif isinstance(default, tuple):
         return st.lists(st.sampled_from(rule.names), min_size=1, unique=True).map(tuple)
     elif rule and rule.names:
         return st.sampled_from(rule.names)
-    elif key == "replay.bytes":
+    elif key in flags.TEXT_OR_INTEGER:
         found = st.just("auto") | st.integers(1, 10**12)
     elif key in ("clock_port", "run.from_checkpoint_regex", "logger.filter"):
         found = st.text(string.digits, max_size=4)

@@ -12,6 +12,15 @@ from embodied.driver import EnvError
 MEASURED = ("fps/", "timer/", "usage/")  # These differ from run to run.
 
 
+class Rising(Task):
+    """Pays more from the sixth episode on."""
+
+    def step(self, action):
+        step = super().step(action)
+        step["reward"] *= np.float32(7 if self._episode >= 5 else 1)
+        return step
+
+
 class TestEnd:
     def test_it_ends_at_the_step_asked_for(self, tmp_path):
         parts = Parts(tmp_path, steps=61, envs=2)
@@ -58,6 +67,12 @@ class TestCollecting:
         assert logger.values("episode/length") == [LENGTH] * 10
         assert logger.steps("episode/score")[:4] == [11, 12, 23, 24]
         assert (result.episodes, result.mean_score) == (10, LENGTH)
+
+    def test_the_result_has_the_mean_score_of_the_last_ten_episodes(self, tmp_path):
+        parts = Parts(tmp_path, steps=90, envs=1)
+        parts.task = Rising
+        result = parts.train()
+        assert (result.episodes, result.mean_score) == (15, 7.0 * LENGTH)
 
     def test_envs_in_processes_give_the_same(self, tmp_path):
         runs = []

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
+from curve_testing import PROPRIO
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import curves
+from dreamerv3.cli.config import load_config
+from dreamerv3.cli.schema import read_keys
+from dreamerv3.suite import curves, presets
 
 SCORES = [(4_000, 1.0), (8_000, 3.0), (20_000, 8.0)]
 
 
 def make_curve(steps, values):
-    return curves.Run("task", "size", 0, 1, np.array(steps, float), values, {})
+    return curves.Curve("task", "size", 0, 1, np.array(steps, float), values, {})
 
 
 # Numbers.
@@ -118,43 +119,68 @@ def test_scores_come_from_the_metrics_where_they_have_no_file(make_run):
     assert curves.read_run(logdir).values.tolist() == [1, 3, 8]
 
 
+def test_a_run_has_reached_the_step_of_its_metrics(make_run):
+    logdir = make_run("a", SCORES)
+    row = '{"step": 24000, "fps/env": 3.0}'
+    (logdir / "metrics.jsonl").write_text(f'{row}\n{{"step": 28000, "fps')
+    assert curves.last_step(logdir) == 24_000
+    assert curves.read_run(logdir).reached == 6_000
+
+
+@pytest.mark.parametrize(("last", "reached"), [(60_000, 15_000), (396_000, 110_000)])
+def test_without_metrics_the_last_episode_tells_how_far_a_run_came(
+    make_run, last, reached
+):
+    run = curves.read_run(make_run("a", [*SCORES, (last, 1.0)]))
+    assert run.reached == reached
+
+
+def test_the_last_row_of_a_long_file_is_found(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    rows = [f'{{"step": {step}, "episode/score": {step / 2}}}' for step in range(9999)]
+    path.write_text("\n".join([*rows, '{"step": 10000, "episode/score": null}', ""]))
+    assert path.stat().st_size > curves.TAIL_BYTES
+    assert curves.last_score(tmp_path) == 9998 / 2
+    assert curves.last_row(path, "other") is None
+    assert curves.last_row(tmp_path / "none", "step") is None
+
+
 def test_the_published_curve_of_the_task_is_found(make_run):
-    reference = curves.read_reference(curves.read_run(make_run("a", SCORES)))
-    assert reference.steps.tolist() == [10_000, 20_000, 50_000, 100_000]
-    assert reference.values.tolist() == [-2, 12, 47, 79]
-    assert reference.label == "published, mean of 5 seeds"
+    published = presets.find_published(curves.read_run(make_run("a", SCORES)))
+    assert published.suite == "atari100k"
+    assert published.steps[[0, -1]].tolist() == [10_000, 100_000]
+    assert published.mean[-1] == pytest.approx(79, abs=1)
+    assert published.seeds.shape == (5, 10)
+    assert published.bounds == (0.1, 12.1)
+    assert (published.unit, published.per_step) == ("agent steps", 1)
 
 
 def test_published_frames_become_agent_steps(make_run):
-    flags = ("--configs", "dmc_proprio", "--env.dmc.repeat", "2")
-    reference = curves.read_reference(
-        curves.read_run(make_run("a", SCORES, flags=flags))
-    )
-    assert reference.steps.tolist() == [25_000, 50_000, 100_000]
-    assert reference.values.tolist() == [289, 478, 807]
+    run = curves.read_run(make_run("a", SCORES, flags=PROPRIO))
+    published = presets.find_published(run)
+    assert published.suite == "dmc_proprio"
+    assert published.steps[-1] == 245_000
+    assert (published.unit, published.per_step) == ("frames", 2)
 
 
-def test_curves_of_vectors_are_not_shown_beside_runs_on_images(make_run):
+def test_runs_are_compared_with_those_that_saw_the_task_the_same_way(make_run):
     run = curves.read_run(make_run("a", SCORES, flags=("--configs", "dmc_vision")))
-    assert curves.read_reference(run) is None
-    assert curves.read_reference(run, "dmc_walker_walk").values[-1] == 807
+    assert presets.find_published(run).suite == "dmc_vision"
+    both = ("--task", "dmc_walker_walk")
+    run = curves.read_run(make_run("b", SCORES, flags=both))
+    assert presets.find_published(run) is None
 
 
-def test_a_published_curve_can_be_chosen_or_left_out(make_run):
+def test_tasks_without_published_scores_have_no_curve(make_run):
+    flags = ("--task", "gym_CartPole-v1")
+    run = curves.read_run(make_run("a", SCORES, flags=flags))
+    assert presets.find_published(run) is None
+
+
+def test_the_published_curve_of_another_task_can_be_chosen(make_run):
     run = curves.read_run(make_run("a", SCORES))
-    assert curves.read_reference(run, "none") is None
-    other = curves.read_reference(run, "atari100k_pong")
-    assert other.values[-1] == -4
-    assert other.label == "published atari100k_pong, mean of 5 seeds"
-
-
-def test_every_published_curve_is_whole():
-    content = json.loads(curves.REFERENCES.read_text())["curves"]
-    assert len(content) == 9
-    for curve in content.values():
-        assert len(curve["steps"]) == len(curve["scores"]) >= 3
-        assert curve["steps"] == sorted(curve["steps"])
-        assert curve["unit"] in ("agent steps", "frames")
+    assert presets.find_published(run, "atari100k_pong").mean[-1] < 0
+    assert "dmc_quadruped_run" in presets.published_tasks()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +188,44 @@ def test_every_published_curve_is_whole():
     [(15, [0, 10, 15], [0, 5, 6]), (10, [0, 10], [0, 5]), (99, [0, 10, 20], [0, 5, 7])],
 )
 def test_a_published_curve_ends_where_it_is_asked_to(step, steps, values):
-    whole = curves.Reference("x", np.array([0.0, 10, 20]), np.array([0.0, 5, 7]))
+    whole = presets.PublishedCurve(
+        suite="s",
+        task="t",
+        steps=np.array([0.0, 10, 20]),
+        seeds=np.array([[0.0, 5, 7]]),
+        bounds=(0, 1),
+        unit="frames",
+        per_step=1,
+    )
     part = whole.until(step)
     np.testing.assert_allclose(part.steps, steps)
-    np.testing.assert_allclose(part.values, values)
+    np.testing.assert_allclose(part.mean, values)
+
+
+@pytest.mark.parametrize(
+    ("name", "tasks", "steps"),
+    [
+        ("atari100k", 26, 100_000),
+        ("dmc_proprio", 18, 250_000),
+        ("dmc_vision", 20, 500_000),
+        ("crafter", 1, 1_000_000),
+    ],
+)
+def test_presets_are_whole_and_their_settings_are_accepted(name, tasks, steps):
+    preset = presets.make_presets()[name]
+    assert len(set(preset.tasks)) == tasks
+    config = load_config(
+        ["--configs", *preset.configs, *preset.flags, "--task", preset.tasks[-1]], {}
+    )
+    assert config.run.steps == steps
+    rule = read_keys()["suite.preset"].rule
+    assert rule is not None and rule.accepts(name)
+
+
+def test_dmc_proprio_has_the_published_setting():
+    preset = presets.make_presets()["dmc_proprio"]
+    config = load_config(["--configs", *preset.configs, *preset.flags], {})
+    run = (config.run.train_ratio, config.run.envs, config.env.dmc.repeat)
+    assert run == (512, 16, 2)
+    assert config.agent.dyn.rssm.deter == 2048
+    assert config.env.dmc.proprio and not config.env.dmc.image

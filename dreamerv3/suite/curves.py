@@ -1,10 +1,14 @@
-"""Reads scores of runs and turns them into curves; in the process that plots."""
+"""Scores of runs as curves over agent steps; in the process that plots or compares."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import io
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,6 @@ import numpy as np
 
 from dreamerv3.cli.config import (
     ConfigError,
-    Values,
     flatten,
     read_blocks,
     run_config,
@@ -21,7 +24,8 @@ from dreamerv3.cli.config import (
 
 SCORE = "episode/score"
 SCORES, METRICS = "scores.jsonl", "metrics.jsonl"
-REFERENCES = Path(__file__).with_name("reference_curves.json")
+ENDED = 0.9  # Share of its steps after which a run counts as ended, if none tells.
+TAIL_BYTES = 1 << 16  # Of a file of metrics, whose lines are a few thousand long.
 
 
 class PlotError(ValueError):
@@ -29,8 +33,8 @@ class PlotError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """What one logdir tells.
+class Curve:
+    """Scores, or another metric, of one run over its steps.
 
     Attributes:
       task: the task's full name.
@@ -40,6 +44,8 @@ class Run:
       steps: [N] float64, ascending; agent steps at which the values were logged.
       values: [N] float64.
       config: the configuration, by full key.
+      reached: agent step that the run has reached, with or without an episode's end.
+      logdir: folder of the run.
     """
 
     task: str
@@ -49,9 +55,11 @@ class Run:
     steps: np.ndarray
     values: np.ndarray
     config: Mapping[str, Any]
+    reached: float = 0.0
+    logdir: Path = Path()
 
-    def until(self, step: float) -> Run:
-        """What happened up to an agent step."""
+    def until(self, step: float) -> Curve:
+        """Returns the part up to an agent step."""
         kept = self.steps <= step
         if not kept.any():
             raise PlotError(
@@ -61,21 +69,6 @@ class Run:
         return dataclasses.replace(
             self, steps=self.steps[kept], values=self.values[kept]
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """A published curve: `values` [N] at `steps` [N], in agent steps."""
-
-    label: str
-    steps: np.ndarray
-    values: np.ndarray
-
-    def until(self, step: float) -> Reference:
-        """The curve up to an agent step, with its value there between two points."""
-        steps = np.unique(np.minimum(self.steps, step))
-        values = np.interp(steps, self.steps, self.values)
-        return Reference(self.label, steps, values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +115,7 @@ def bin_means(
     return np.interp(np.arange(bins), filled, means, left=np.nan, right=np.nan)
 
 
-def band(runs: Sequence[Run], width: float) -> Band:
+def band(runs: Sequence[Curve], width: float) -> Band:
     """Returns mean, least and most over runs, in the bins that every run covers."""
     last = max(run.steps[-1] for run in runs)
     bins = max(1, math.ceil(last / width))
@@ -141,7 +134,7 @@ def default_window(count: int) -> int:
 # Files.
 
 
-def read_run(logdir: str | Path, metric: str = SCORE) -> Run:
+def read_run(logdir: str | Path, metric: str = SCORE) -> Curve:
     """Reads configuration and values of one run.
 
     Raises:
@@ -154,9 +147,9 @@ def read_run(logdir: str | Path, metric: str = SCORE) -> Run:
         config = flatten(dict(run_config(logdir)))
     except (ConfigError, OSError) as error:
         raise PlotError(" ".join(str(error).split())) from error
-    repeat = config.get(f"env.{config['task'].partition('_')[0]}.repeat", 1)
+    repeat = action_repeat(config)
     steps, values = read_metric(logdir, metric)
-    return Run(
+    return Curve(
         task=config["task"],
         size=model_size(config),
         seed=config["seed"],
@@ -164,7 +157,53 @@ def read_run(logdir: str | Path, metric: str = SCORE) -> Run:
         steps=steps / repeat,
         values=values,
         config=config,
+        reached=_reached(logdir, float(steps[-1]), repeat, config["run.steps"]),
+        logdir=logdir,
     )
+
+
+def _reached(logdir: Path, episode: float, repeat: int, end: int) -> float:
+    """Returns the agent step of a run whose last episode ended at a logged step."""
+    if (logdir / METRICS).is_file():
+        return max(episode, last_step(logdir)) / repeat
+    # Of results that were kept without their metrics, the last episode has to tell:
+    # the one in progress at the end was cut off.
+    step = episode / repeat
+    return float(end) if ENDED * end <= step <= end else step
+
+
+def action_repeat(config: Mapping[str, Any]) -> int:
+    """Returns the frames of an agent step, of a configuration by full key."""
+    return config.get(f"env.{config['task'].partition('_')[0]}.repeat", 1)
+
+
+def last_step(logdir: Path) -> int:
+    """Returns the newest step in the metrics of a run, as it was logged; 0 for none."""
+    row = last_row(logdir / METRICS, "step")
+    return int(row["step"]) if row else 0
+
+
+def last_score(logdir: Path) -> float | None:
+    """Returns the score of the newest episode of a run."""
+    row = last_row(logdir / SCORES, SCORE)
+    return float(row[SCORE]) if row else None
+
+
+def last_row(path: Path, key: str) -> dict[str, Any] | None:
+    """Returns the last JSON line with a number under `key`; reads the end alone."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, io.SEEK_END) - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        # The first may be cut, and the last half written.
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get(key), int | float):
+                return row
+    return None
 
 
 def read_metric(logdir: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
@@ -228,42 +267,20 @@ def model_size(config: Mapping[str, Any]) -> str:
     """Names the block of sizes that would change nothing about a configuration."""
     if config["random_agent"]:
         return "random agent"
-    for name, block in read_blocks().items():
-        if name.startswith("size"):
-            values = Values(dict(config))
-            for key, value in flatten(block).items():
-                values.set(key, [value])
-            if values.flat == config:
-                return name
+    for name, block in _size_blocks().items():
+        if all(
+            config[key] == value
+            for pattern, value in block.items()
+            for key in config
+            if re.fullmatch(pattern, key)
+        ):
+            return name
     return f"{config['agent.dyn.rssm.deter']} recurrent units"
 
 
-def read_reference(run: Run, name: str | None = None) -> Reference | None:
-    """Finds the published curve to show beside a run.
-
-    Args:
-      run: says the task, where no name does, and the frames of a step.
-      name: a task of `reference_curves.json`, or `none`.
-
-    Raises:
-      PlotError: there is no curve of that name.
-    """
-    curves = json.loads(REFERENCES.read_text("utf-8"))["curves"]
-    if name == "none" or (name is None and run.task not in curves):
-        return None
-    if name is not None and name not in curves:
-        raise PlotError(
-            f"--reference: expected none or one of {', '.join(curves)}, got {name}."
-        )
-    curve = curves[name or run.task]
-    alike = all(run.config.get(key) == value for key, value in curve["config"].items())
-    if name is None and not alike:
-        return None
-    repeat = run.repeat if curve["unit"] == "frames" else 1
-    seeds = f", mean of {curve['seeds']} seeds" if curve["seeds"] else ""
-    task = "" if name in (None, run.task) else f" {name}"
-    return Reference(
-        f"published{task}{seeds}",
-        np.array(curve["steps"], np.float64) / repeat,
-        np.array(curve["scores"], np.float64),
-    )
+@functools.cache
+def _size_blocks() -> dict[str, flags.Flat]:
+    blocks = read_blocks().items()
+    return {
+        name: flags.flatten(block) for name, block in blocks if name.startswith("size")
+    }

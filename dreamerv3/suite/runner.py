@@ -1,0 +1,222 @@
+"""The program `--script suite`: plans the runs, runs them, writes what came of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import elements
+
+from dreamerv3.cli.config import (
+    FILENAME,
+    ConfigError,
+    flatten,
+    load_config,
+    split_arguments,
+)
+from dreamerv3.cli.logdir import LogdirInUse, claim
+from dreamerv3.cli.scripts import RunError
+from dreamerv3.suite import score_table
+from dreamerv3.suite.accelerators import Slot, open_slots
+from dreamerv3.suite.curve_plot import draw_tasks
+from dreamerv3.suite.curves import PlotError, action_repeat
+from dreamerv3.suite.display import SuiteDisplay, status_line
+from dreamerv3.suite.presets import Preset, make_presets
+from dreamerv3.suite.run_queue import FAILED, QueuedRun, RunQueue, SuiteRun
+from embodied.checkpoint import write_file
+from embodied.run.console import stop_on_signals
+
+# Set by the suite for each of its runs.
+OWN_FLAGS = ("configs", "script", "task", "seed", "logdir")
+ALL = ("all",)  # As `suite.tasks`: those of the preset.
+PICTURE = "curves.png"
+INTERRUPTED = (
+    "Interrupted: the runs save, then the suite ends. Ctrl-C again leaves now."
+)
+
+
+def run_suite(config: elements.Config, argv: Sequence[str]) -> None:
+    """Runs all tasks and seeds, then writes scores, a table and a picture.
+
+    Args:
+      config: what the arguments say.
+      argv: the arguments themselves, since they are passed on to the runs.
+
+    Raises:
+      ConfigError: the runs cannot be started like this.
+      RunError: some of them have failed.
+    """
+    folder = Path(config.logdir)
+    if config.suite.table_only:
+        if not folder.is_dir():
+            raise ConfigError(f"logdir: expected a folder with runs, got {folder}.")
+        write_results(folder)
+        return
+    runs, example = plan_runs(config, argv)
+    _prepare(folder, argv)
+    with open_slots(example, config.suite.at_once, config.suite.mps) as slots:
+        failed = _work(runs, slots)
+    write_results(folder)
+    if failed:
+        names = ", ".join(queued.run.name for queued in failed)
+        raise RunError(
+            f"{len(failed)} of {len(runs)} runs have failed: {names}. {FAILED} in the "
+            "folder of each says why; the same command tries them again."
+        )
+
+
+def plan_runs(
+    config: elements.Config, argv: Sequence[str]
+) -> tuple[list[SuiteRun], elements.Config]:
+    """Makes the runs of a suite, seed by seed, so that every task has one early.
+
+    Returns:
+      The runs, and the configuration of the first.
+
+    Raises:
+      ConfigError: a run would refuse its configuration.
+    """
+    preset = make_presets().get(config.suite.preset, Preset((), (), (config.task,)))
+    chosen = tuple(config.suite.tasks)
+    tasks = preset.tasks if chosen == ALL else tuple(dict.fromkeys(chosen))
+    arguments, _ = split_arguments(argv)
+    blocks = [name for flag, names in arguments if flag == "configs" for name in names]
+    blocks = [*preset.configs, *blocks]
+    common = [*(["--configs", *blocks] if blocks else []), *preset.flags]
+    common += _passed_on(arguments)
+    folders = _folder_names(tasks)
+    runs: list[SuiteRun] = []
+    example: elements.Config | None = None
+    for task in tasks:
+        own = ["--task", task, "--script", config.suite.script]
+        checked = load_config([*common, *own])
+        _check_run(checked)
+        example = example or checked
+        for seed in range(config.seed, config.seed + config.suite.seeds):
+            logdir = Path(config.logdir, folders[task], f"seed{seed}")
+            place = ["--seed", str(seed), "--logdir", str(logdir)]
+            runs.append(
+                SuiteRun(
+                    task=task,
+                    seed=seed,
+                    logdir=logdir,
+                    argv=(*common, *own, *place),
+                    steps=checked.run.steps,
+                    repeat=action_repeat(flatten(dict(checked))),
+                )
+            )
+    assert example is not None
+    runs.sort(key=lambda run: run.seed)
+    return runs, example
+
+
+def _passed_on(arguments: Sequence[tuple[str, list[str]]]) -> Iterator[str]:
+    for name, values in arguments:
+        if name not in OWN_FLAGS and not name.startswith("suite."):
+            yield f"--{name}"
+            yield from values
+
+
+def _check_run(config: elements.Config) -> None:
+    if "jsonl" not in config.logger.outputs:
+        raise ConfigError(
+            "logger.outputs: expected jsonl among them for --script suite, which reads "
+            f"the scores of its runs, got {list(config.logger.outputs)}."
+        )
+    if config.replicas > 1:
+        raise ConfigError(
+            f"replicas: expected 1 for --script suite, got {config.replicas}."
+        )
+
+
+def _folder_names(tasks: Sequence[str]) -> dict[str, str]:
+    """Returns a name for the folder of each task, which may contain slashes."""
+    names = {task: re.sub(r"[^\w.-]+", "-", task) for task in tasks}
+    if len(set(names.values())) < len(names):
+        raise ConfigError(
+            "suite.tasks: expected names that differ in more than punctuation, got "
+            f"{', '.join(tasks)}."
+        )
+    return names
+
+
+def _prepare(folder: Path, argv: Sequence[str]) -> None:
+    """Claims the folder and notes in it how the suite was started."""
+    if (folder / FILENAME).exists():
+        raise ConfigError(
+            f"logdir: expected a folder for a suite, got {folder}, which is that of a "
+            "run. Choose another --logdir."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        claim(folder)
+    except LogdirInUse as error:
+        raise ConfigError(f"logdir: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"logdir: expected a folder that can be written, got {folder} ({error})."
+        ) from error
+    note = {
+        "command": shlex.join(["dreamerv3", *argv]),
+        "version": metadata.version("dreamerv3-parallel"),
+        "commit": _commit(),
+    }
+    write_file(folder, "suite.json", f"{json.dumps(note, indent=1)}\n".encode())
+
+
+def _commit() -> str | None:
+    """Returns the commit of this code, where it is a checkout."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def _work(runs: Sequence[SuiteRun], slots: Sequence[Slot]) -> list[QueuedRun]:
+    """Runs the queue; returns the runs that have failed."""
+    with stop_on_signals(INTERRUPTED) as interrupted, SuiteDisplay() as display:
+        todo = RunQueue(runs, slots, display.note)
+        devices = dict.fromkeys(slot.device for slot in slots)
+        display.note(
+            f"{len(runs)} runs, {len(slots)} at a time on {', '.join(devices)} (Ctrl-C "
+            "saves and stops; the same command goes on)."
+        )
+        todo.work(interrupted, lambda: display.show(todo))
+        display.note(status_line(todo))
+    return [queued for queued in todo.runs if queued.state == "failed"]
+
+
+def write_results(folder: Path) -> None:
+    """Writes scores, table and picture of the runs in a folder, and shows the table."""
+    runs, problems = score_table.find_runs(folder)
+    tasks = score_table.group_by_task(runs)
+    notes = [*problems, *_failures(folder)]
+    score_table.write_tables(folder, tasks, notes)
+    print((folder / "table.md").read_text("utf-8"))
+    written = ["scores.csv", "table.json", "table.md"]
+    try:
+        draw_tasks(tasks, folder / PICTURE)
+        written.append(PICTURE)
+    except PlotError as error:
+        print(f"No picture: {error}")
+    print(f"Written to {folder}: {', '.join(written)}.")
+
+
+def _failures(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.glob(f"*/*/{FAILED}")):
+        content = json.loads(path.read_text("utf-8"))
+        last = content["output"][-1] if content["output"] else "it printed nothing."
+        yield (
+            f"{content['task']} seed {content['seed']} has failed at step "
+            f"{content['step']:,}: {last}"
+        )
