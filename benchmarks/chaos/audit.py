@@ -20,7 +20,7 @@ from benchmarks.chaos import reader
 from benchmarks.chaos.numbered_env import episode_length, reward_of
 
 REPLAYS = ("replay", "replay_eval")
-IN_FLIGHT = 8  # Steps of an environment on their way when a save begins.
+IN_FLIGHT = 16  # Steps of an environment on their way when a save begins.
 EXPLAIN = frozenset(("agent", "replay", "launcher", "end"))
 
 
@@ -57,11 +57,16 @@ class Stored:
     problems: list[str]
     counts: collections.Counter[str]
 
-    def counters(self) -> dict[int, np.ndarray]:
-        """Returns the counters of all transitions, by life; both replays together."""
+    def counters(self, shortest: int = 0) -> dict[int, np.ndarray]:
+        """Returns the counters of transitions by life, of both replays together.
+
+        Streams that are shorter than `shortest` are left out.
+        """
         found: dict[int, list[np.ndarray]] = {}
         for streams in self.streams.values():
             for stream in streams:
+                if len(stream.where) < shortest:
+                    continue
                 lives = stream.where[:, 1]
                 for life in np.unique(lives).tolist():
                     rows = stream.where[lives == life]
@@ -228,6 +233,19 @@ def _causes(
         end = np.searchsorted(times, window.end) + sequence
         causes[(causes < 0) & (missing >= begin) & (missing < end)] = number
     return causes
+
+
+def forgotten(
+    before: dict[int, np.ndarray],
+    after: dict[int, np.ndarray],
+    excused: set[tuple[int, int]],
+) -> int:
+    """Returns how many transitions of one checkpoint a later one lacks."""
+    count = 0
+    for life, counters in before.items():
+        missing = np.setdiff1d(counters, after.get(life, counters[:0]))
+        count += sum((life, int(counter)) not in excused for counter in missing)
+    return count
 
 
 def made_within(

@@ -24,10 +24,10 @@ from benchmarks.chaos.programs import Failure, poll, signals_as_interrupts
 from benchmarks.chaos.site import (
     AGAIN,
     BATCH,
-    CONTEXT,
     ENVS,
     LENGTH,
     RATIO,
+    SEQUENCE,
     START,
     Site,
     Topology,
@@ -241,15 +241,17 @@ def check_left(site: Site, record: Record) -> None:
 
 def check_stored(site: Site, record: Record) -> None:
     """Compares what was stored, logged and trained with what was made."""
-    stored = audit.read_stored(site.logdir)
+    try:
+        stored = site.audit()
+    except Failure as failure:
+        fail(record, site, str(failure))
+        stored = audit.read_stored(site.logdir)
+        if stored.manifest is None:
+            return
     counts = stored.counts
-    for problem in stored.problems[:10]:
-        fail(record, site, problem)
-    if stored.manifest is None:
-        return
     traces = audit.read_traces(site.traces)
     losses = audit.account(
-        traces, stored.counters(), site.windows, site.excused, LENGTH + CONTEXT
+        traces, stored.counters(), site.windows, site.excused, SEQUENCE
     )
     counts["unexplained"] += len(losses.unexplained)
     counts["made"] += losses.made

@@ -55,7 +55,6 @@ class Piece:
     chunk: str
     start: int
     stop: int
-    previous: str  # The chunk that this one follows, or empty.
     arrays: dict[str, np.ndarray]
 
 
@@ -145,12 +144,41 @@ def read_streams(
                 pieces.setdefault(piece.chunk, []).append(piece)
             except Unreadable as error:
                 problems.append(str(error))
+    table = read_table(logdir, manifest, folder)
     for chunk, found in pieces.items():
         found.sort(key=lambda piece: piece.start)
         stops = [0, *(piece.stop for piece in found)]
         if [piece.start for piece in found] != stops[:-1]:
             problems.append(f"chunk {chunk} of {folder} has a hole or an overlap")
-    return [_join(chain, pieces) for chain in _chains(pieces, problems)], problems
+        if chunk not in table or table[chunk][1] != stops[-1]:
+            problems.append(f"chunk {chunk} of {folder} is not as the checkpoint says")
+    problems += [
+        f"chunk {chunk} has no files" for chunk in table if chunk not in pieces
+    ]
+    chains = _chains({chunk: table[chunk][0] for chunk in pieces if chunk in table})
+    if sum(map(len, chains)) != len(pieces):
+        problems.append(f"not all chunks of {folder} follow one another in lines")
+    return [_join(chain, pieces) for chain in chains], problems
+
+
+def read_table(
+    logdir: pathlib.Path, manifest: Manifest, replay: str
+) -> dict[str, tuple[str, int]]:
+    """Returns for every chunk which one it follows, or '', and its number of steps.
+
+    Which chunk a file says that it follows does not count: files are never changed, and
+    that one may have lost its end since.
+    """
+    path = logdir / f"ckpt/{replay}/{manifest.tag}.safetensors"
+    try:
+        arrays = safetensors.numpy.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise Unreadable(f"{path}: {error}") from error
+    if "chunks/id" not in arrays:
+        return {}
+    chunks = [identity.tobytes().hex() for identity in arrays["chunks/id"]]
+    previous = [chunks[x] if x >= 0 else "" for x in arrays["chunks/previous"].tolist()]
+    return dict(zip(chunks, zip(previous, arrays["chunks/steps"].tolist())))
 
 
 def read_piece(logdir: pathlib.Path, path: str) -> Piece:
@@ -161,8 +189,6 @@ def read_piece(logdir: pathlib.Path, path: str) -> Piece:
         data = (logdir / path).read_bytes()
         if data[:4] == _ZSTD:
             data = zstandard.ZstdDecompressor().decompress(data, _MAX_BYTES)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        metadata = json.loads(header["__metadata__"]["replay"])
         arrays = safetensors.numpy.load(data)
     except (OSError, ValueError, LookupError, zstandard.ZstdError) as error:
         raise Unreadable(f"{path}: {error}") from error
@@ -171,29 +197,19 @@ def read_piece(logdir: pathlib.Path, path: str) -> Piece:
     start, stop = int(match[3]), int(match[4])
     if len(arrays["where"]) != stop - start:
         raise Unreadable(f"{path}: it holds {len(arrays['where'])} steps")
-    return Piece(path, match[2], start, stop, metadata["previous"], arrays)
+    return Piece(path, match[2], start, stop, arrays)
 
 
-def _chains(pieces: dict[str, list[Piece]], problems: list[str]) -> list[list[str]]:
+def _chains(previous: dict[str, str]) -> list[list[str]]:
     """Returns the chunks of each stream, in their order."""
-    following: dict[str, str] = {}
-    heads = []
-    for chunk, found in pieces.items():
-        previous = found[0].previous
-        if previous not in pieces:  # None, or evicted.
-            heads.append(chunk)
-        elif previous in following:
-            problems.append(f"chunks {chunk} and {following[previous]} follow one")
-        else:
-            following[previous] = chunk
+    following = {before: chunk for chunk, before in previous.items() if before}
     chains = []
-    for chunk in heads:
-        chain = [chunk]
-        while chain[-1] in following:
-            chain.append(following[chain[-1]])
-        chains.append(chain)
-    if sum(map(len, chains)) != len(pieces):
-        problems.append("some chunks follow one another in a circle")
+    for chunk, before in previous.items():
+        if not before:
+            chain = [chunk]
+            while chain[-1] in following:
+                chain.append(following[chain[-1]])
+            chains.append(chain)
     return chains
 
 

@@ -15,15 +15,17 @@ import sys
 import time
 from collections.abc import Iterable
 
+import numpy as np
 import psutil
 
 from benchmarks.chaos import numbered_env, reader
-from benchmarks.chaos.audit import Window
+from benchmarks.chaos.audit import Stored, Window, forgotten, read_stored
 from benchmarks.chaos.network import Hosts
 from benchmarks.chaos.programs import MARK, ROOT, Failure, Mark, Program, poll, python
 
 ENVS, EVAL_ENVS = 3, 1
 BATCH, LENGTH, CONTEXT = 4, 8, 1
+SEQUENCE = LENGTH + CONTEXT  # Streams that never had one may be dropped.
 RATIO = 1.0  # Samples per insert.
 SAVE_EVERY = 2.0
 DISK = "160m"  # A save is to leave 100 MB.
@@ -82,6 +84,7 @@ class Site:
         self.programs: dict[str, Program] = {}
         self.windows: list[Window] = []
         self.excused: set[tuple[int, int]] = set()
+        self.kept: dict[int, np.ndarray] = {}  # Counters by life that must be there.
         self.limited = False  # Whether the disk can be filled.
         self.hosts: Hosts | None = None
         self._notes = notes
@@ -192,6 +195,20 @@ class Site:
                 raise Failure("the replay's program did not end well")
         self.expect_loss("end", ("end",), self.saved(), begin)
         self.close_windows()
+
+    def audit(self) -> Stored:
+        """Checks the files of a run that does not run now.
+
+        Raises:
+          Failure: the newest checkpoint is not whole, or lacks what was saved before.
+        """
+        stored = read_stored(self.logdir)
+        wrong = {name: stored.counts[name] for name in ("gaps", "duplicates", "mixed")}
+        wrong["forgotten"] = forgotten(self.kept, stored.counters(), self.excused)
+        if stored.problems or any(wrong.values()):
+            raise Failure(f"checkpoint: {stored.problems[:5]}, {wrong}")
+        self.kept = stored.counters(SEQUENCE)
+        return stored
 
     def shown(self, name: str = "launcher") -> str:
         """Returns the output of a program."""
