@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -41,8 +43,8 @@ TOPOLOGIES = (
     Topology("remote_replay", remote_replay=True),
     Topology("dreamer_remote_envs", dreamer=True, remote_envs=True),
 )
-ENDING = 25.0  # Seconds that the end of a run and its audit may take.
-SHORTEST, LONGEST = 40.0, 150.0  # Seconds of one run.
+ENDING = 12.0  # Seconds that the end of a run and its audit take.
+LONGEST = 150.0  # Seconds of one run.
 # Samples by which training and collecting may differ at any moment: what the limiter
 # tolerates, batches and steps on their way, and what comes before training begins.
 IN_BETWEEN = 2 * (4 * BATCH + 6 * BATCH + 5 * RATIO * ENVS) + BATCH * LENGTH
@@ -96,7 +98,7 @@ class Record:
             "runs": dict(self.runs),
             **{name: self.counts[name] for name in MUST_BE_ZERO},
             "counts": dict(self.counts),
-            "lost": dict(self.lost),
+            "lost": {"all": self.lost.total(), **self.lost},
             "worst": self.worst,
             "notes": sorted(set(self.notes)),
             "failures": self.failures,
@@ -129,18 +131,21 @@ def run_campaign(options: argparse.Namespace, record: Record) -> None:
     choose = random.Random(options.seed)
     end = time.monotonic() + 60 * options.minutes
     chosen = [x for x in TOPOLOGIES if x.name in options.topologies]
-    share = 60 * options.minutes / len(chosen)
-    turn = options.seed
-    while (left := end - time.monotonic()) >= SHORTEST:
-        seconds = min(max(share, SHORTEST), LONGEST, left)
-        if left - seconds < SHORTEST:
-            seconds = left  # The rest would be too short for another run.
-        topology = chosen[turn % len(chosen)]
-        turn += 1
+    share = min(60 * options.minutes / len(chosen), LONGEST)
+    turns = itertools.cycle(chosen)
+    for _ in range(options.seed % len(chosen)):
+        next(turns)
+    while (left := end - time.monotonic()) >= min(x.shortest for x in chosen):
+        topology = next(turns)
+        if topology.shortest > left:
+            continue
+        seconds = max(share, topology.shortest)
+        if left - seconds < topology.shortest:
+            seconds = min(left, LONGEST)  # The rest would be too short for another.
         folder = pathlib.Path(tempfile.mkdtemp(prefix="chaos-"))
         try:
             failed = len(record.failures)
-            run_once(topology, folder, min(seconds, LONGEST), choose, record, options)
+            run_once(topology, folder, seconds, choose, record, options)
             if len(record.failures) > failed and options.keep:
                 kept = pathlib.Path(options.keep) / folder.name
                 shutil.copytree(folder, kept)
@@ -212,6 +217,7 @@ def check_usage(site: Site, level: dict[str, float], record: Record) -> None:
     """Compares memory, descriptors and processes with those at the beginning."""
     poll(lambda: site.mark.usage()["processes"] <= level["processes"], 10)
     now = site.mark.usage()
+    site.shared_files = site.mark.shared_files()
     record.raise_to(
         memory_mb=now["mb"],
         memory_growth=now["mb"] / level["mb"],
@@ -232,7 +238,8 @@ def check_left(site: Site, record: Record) -> None:
     if not poll(lambda: not site.mark.processes(), 10):
         left = [" ".join(x.cmdline())[-80:] for x in site.mark.processes()]
         fail(record, site, f"processes are left: {left}")
-    temporary = [path.name for path in (site.folder / "tmp").iterdir()]
+    temporary = [str(path) for path in (site.folder / "tmp").iterdir()]
+    temporary += [path for path in site.shared_files if os.path.exists(path)]
     if temporary:
         fail(record, site, f"temporary files are left: {temporary[:5]}")
     for problem in audit.check_leftovers(site.logdir):

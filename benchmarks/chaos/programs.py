@@ -140,14 +140,20 @@ class Mark:
                 usage["processes"] += 1
         return usage
 
-    def destroy(self) -> list[str]:
-        """Kills what is left; returns the commands of these."""
-        left = []
+    def shared_files(self) -> set[str]:
+        """Returns the paths of shared memory that its processes have mapped."""
+        found: set[str] = set()
+        for process in self.processes():
+            with contextlib.suppress(OSError):
+                text = pathlib.Path(f"/proc/{process.pid}/maps").read_text()
+                found.update(re.findall(r"(/dev/shm/\S+)", text))
+        return found
+
+    def destroy(self) -> None:
+        """Kills what is left."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                left.append(" ".join(process.cmdline())[-100:])
                 process.kill()
-        return left
 
 
 def python(*argv: str) -> list[str]:

@@ -2,9 +2,12 @@
 
     python -m benchmarks.chaos.proxy --listen HOST:PORT --to HOST:PORT
 
+While nobody listens there, new connections wait: to the one who connects it looks like
+a network without a proxy, on which packets are lost.
+
 Reads lines `KIND SECONDS` from its standard input, and ends with it:
 
-    cut 2      closes all connections, and takes none for 2 seconds
+    cut 2      closes all connections, and answers no new ones for 2 seconds
     stall 3    carries nothing for 3 seconds, and then all of it
     delay 4    carries everything late, by a random part of a second, for 4 seconds
 """
@@ -18,6 +21,7 @@ import random
 import sys
 from collections.abc import Sequence
 
+RETRY = 0.2  # Seconds between attempts to reach the other side.
 LATE = 0.3  # Most seconds by which a piece is delayed.
 
 
@@ -44,21 +48,25 @@ class Proxy:
         self._writers.add(writer)
         other = None
         try:
-            if self._lasts("cut"):
-                return
-            far, other = await asyncio.open_connection(*self._target)
+            far, other = await self._reach()
             self._writers.add(other)
             pumps = [self._pump(reader, other), self._pump(far, writer)]
             tasks = [asyncio.ensure_future(pump) for pump in pumps]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 task.cancel()
-        except OSError:
-            pass  # Nobody listens there now.
         finally:
             for end in filter(None, (writer, other)):
                 self._writers.discard(end)
                 end.close()
+
+    async def _reach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connects to the other side, as soon as that works."""
+        while True:
+            await asyncio.sleep(self._lasts("cut"))
+            with contextlib.suppress(OSError):
+                return await asyncio.open_connection(*self._target)
+            await asyncio.sleep(RETRY)
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -64,6 +64,11 @@ class Topology:
     remote_replay: bool = False
     disk: bool = False
 
+    @property
+    def shortest(self) -> float:
+        """Seconds that a run needs for its start, some faults and its end."""
+        return 90.0 if self.dreamer else 40.0
+
 
 class Site:
     """A run in one topology, and the means to look at it. A context manager.
@@ -85,6 +90,7 @@ class Site:
         self.windows: list[Window] = []
         self.excused: set[tuple[int, int]] = set()
         self.kept: dict[int, np.ndarray] = {}  # Counters by life that must be there.
+        self.shared_files: set[str] = set()  # Shared memory that has names.
         self.limited = False  # Whether the disk can be filled.
         self.hosts: Hosts | None = None
         self._notes = notes
