@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -78,23 +78,35 @@ class Stored:
         return sum(len(stream.where) for stream in self.streams.get(replay, []))
 
 
-def read_stored(logdir: pathlib.Path) -> Stored:
-    """Reads the newest checkpoint, and checks all that can be checked in it alone."""
+def read_stored(logdir: pathlib.Path, damaged: Collection[str] = ()) -> Stored:
+    """Reads the newest whole checkpoint, and checks all that can be checked in it.
+
+    Args:
+      logdir: of the run.
+      damaged: paths of files that were damaged on purpose.
+    """
     found, problems = reader.manifests(logdir)
+    problems = [x for x in problems if not any(path in x for path in damaged)]
     counts: collections.Counter[str] = collections.Counter()
-    if not found:
-        return Stored(None, {}, [*problems, "there is no checkpoint"], counts)
+    whole = []
     for manifest in found:
-        for path, problem in reader.damage(logdir, manifest).items():
-            problems.append(f"{path} of {manifest.tag}: {problem}")
-    stored = Stored(found[-1], {}, problems, counts)
+        damage = reader.damage(logdir, manifest)
+        if not any(manifest.files[path]["required"] for path in damage):
+            whole.append(manifest)
+        for path, problem in damage.items():
+            if path not in damaged:
+                problems.append(f"{path} of {manifest.tag}: {problem}")
+    if not whole:
+        return Stored(None, {}, [*problems, "there is no checkpoint"], counts)
+    newest = whole[-1]
+    stored = Stored(newest, {}, problems, counts)
     for replay in REPLAYS:
-        streams, wrong = reader.read_streams(logdir, found[-1], replay)
+        streams, wrong = reader.read_streams(logdir, newest, replay)
         stored.streams[replay] = streams
         problems += wrong
         for stream in streams:
             counts.update(check_stream(stream))
-        part = reader.read_part(logdir, found[-1], replay)
+        part = reader.read_part(logdir, newest, replay)
         inserts = part["counters"]["inserts"] - part["counters"]["evicted"]
         counts["stored"] += stored.total(replay)
         if part["counters"]["evicted"] == 0 and inserts < stored.total(replay):

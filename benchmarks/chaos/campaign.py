@@ -206,6 +206,8 @@ def harm(
             note, since = possible[kind](site, choose)
             site.wait_for_training(AGAIN)
             took = time.time() - since
+            if kind == "damage_file":  # From now on all files must be whole again.
+                site.wait_for_save(time.time())
         except Failure as failure:
             raise Failure(f"{kind}: {failure}") from failure
         site.close_windows()

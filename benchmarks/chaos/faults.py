@@ -104,6 +104,7 @@ def damage_file(site: Site, choose: random.Random) -> Harm:
         site.kept = {}  # An older checkpoint counts.
     how = choose.choice([_truncate, _delete, _flip])
     how(site.logdir / path, choose)
+    site.damaged.add(path)
     before = {name: len(site.shown(name)) for name in ("launcher", "replay")}
     harm = _start_again(site, f"{how.__name__[1:]} {target}: {path}")
     name = pathlib.PurePosixPath(path).name

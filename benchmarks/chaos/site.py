@@ -89,6 +89,7 @@ class Site:
         self.programs: dict[str, Program] = {}
         self.windows: list[Window] = []
         self.excused: set[tuple[int, int]] = set()
+        self.damaged: set[str] = set()  # Files that were damaged on purpose.
         self.kept: dict[int, np.ndarray] = {}  # Counters by life that must be there.
         self.shared_files: set[str] = set()  # Shared memory that has names.
         self.limited = False  # Whether the disk can be filled.
@@ -208,7 +209,7 @@ class Site:
         Raises:
           Failure: the newest checkpoint is not whole, or lacks what was saved before.
         """
-        stored = read_stored(self.logdir)
+        stored = read_stored(self.logdir, self.damaged)
         wrong = {name: stored.counts[name] for name in ("gaps", "duplicates", "mixed")}
         wrong["forgotten"] = forgotten(self.kept, stored.counters(), self.excused)
         if stored.problems or any(wrong.values()):

@@ -2,7 +2,7 @@
 
 Start with `train`, which reads as one screen; `single_process` has what it calls, and
 there is one file for each thing behind that: `collecting`, `trainer`, `evaluation`,
-`ratio` (how much to train), `saving` (checkpoints), `metrics`, `progress` (when to end).
+`ratio` (how much to train), `saving` (checkpoints), `metrics`, `progress` (the end).
 The loop over many processes is in `parallel`, which is imported on first use.
 """
 
