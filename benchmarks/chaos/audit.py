@@ -20,6 +20,7 @@ from benchmarks.chaos import reader
 from benchmarks.chaos.numbered_env import episode_length, reward_of
 
 REPLAYS = ("replay", "replay_eval")
+KEPT = 3  # Checkpoints that a run keeps by default.
 IN_FLIGHT = 16  # Steps of an environment on their way when a save begins.
 EXPLAIN = frozenset(("agent", "replay", "launcher", "end"))
 
@@ -89,7 +90,8 @@ def read_stored(logdir: pathlib.Path, damaged: Collection[str] = ()) -> Stored:
     problems = [x for x in problems if not any(path in x for path in damaged)]
     counts: collections.Counter[str] = collections.Counter()
     whole = []
-    for manifest in found:
+    # Of others, a kill may have come between the removal of their files and their own.
+    for manifest in found[-KEPT:]:
         damage = reader.damage(logdir, manifest)
         if not any(manifest.files[path]["required"] for path in damage):
             whole.append(manifest)

@@ -68,10 +68,29 @@ def stop_role(site: Site, choose: random.Random) -> Harm:
 
 def kill_launcher(site: Site, choose: random.Random) -> Harm:
     """Kills the launcher, and starts the same command again."""
+    # A run that is killed again before it has saved goes back to the same save.
     _expect_launcher_loss(site, "kill_launcher")
     site.crash()
     site.audit()
     return _start_again(site)
+
+
+def kill_while_starting(site: Site, choose: random.Random) -> Harm:
+    """Kills the launcher twice, the second time before the run is on again."""
+    kill_launcher(site, choose)
+    seconds = choose.uniform(0.5, 6.0)
+    time.sleep(seconds)
+    return kill_launcher(site, choose)._replace(note=f"again after {seconds:.1f} s")
+
+
+def kill_while_saving(site: Site, choose: random.Random) -> Harm:
+    """Kills the launcher or a role when files of a save are there, but no commit."""
+    name = choose.choice(["launcher", "replay", "logger"])
+    if not poll(lambda: _is_saving(site), 30, every=0.001):
+        raise Failure("no save began within 30 s")
+    if name == "launcher":
+        return kill_launcher(site, choose)._replace(note=name)
+    return _kill(site, "kill_while_saving", [name])
 
 
 def restart(site: Site, choose: random.Random) -> Harm:
@@ -158,7 +177,8 @@ def harm_connections(site: Site, choose: random.Random, kind: str) -> Harm:
 def pull_cable(site: Site, choose: random.Random) -> Harm:
     """Loses all packets between the hosts for a while."""
     assert site.hosts is not None
-    seconds = choose.uniform(0.5, 8.0)
+    # Connections that were idle for half a minute are taken for dead.
+    seconds = choose.choice([*(choose.uniform(0.5, 8.0) for _ in range(4)), 35.0])
     site.hosts.connect(False)
     try:
         time.sleep(seconds)
@@ -177,6 +197,8 @@ def applicable(site: Site) -> dict[str, Fault]:
         "kill_several": kill_several,
         "stop_role": stop_role,
         "kill_launcher": kill_launcher,
+        "kill_while_starting": kill_while_starting,
+        "kill_while_saving": kill_while_saving,
         "restart": restart,
         "damage_file": damage_file,
         "slow_envs": slow_envs,
@@ -233,6 +255,12 @@ def _expect_launcher_loss(site: Site, kind: str) -> None:
     remote = site.topology.remote_replay
     roles = ("agent", "logger") if remote else ("launcher",)
     site.expect_loss(kind, roles, site.saved())
+
+
+def _is_saving(site: Site) -> bool:
+    manifest = site.manifest()
+    parts = (site.logdir / "ckpt").glob("*/*.safetensors")
+    return manifest is not None and any(path.stem > manifest.tag for path in parts)
 
 
 def _choose_file(
