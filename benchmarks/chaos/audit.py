@@ -169,7 +169,7 @@ class Losses:
       made: how many were made in all.
       by_kind: how many each kind of fault explains.
       worst: the most that one fault explains.
-      worst_seconds: the longest time between a lost transition and its fault.
+      seconds: the longest time between a lost transition and its fault, by kind.
       unexplained: those that nothing explains, some of them in words.
     """
 
@@ -178,7 +178,7 @@ class Losses:
         default_factory=collections.Counter
     )
     worst: int = 0
-    worst_seconds: float = 0.0
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     unexplained: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -219,8 +219,9 @@ def account(
                 window = windows[cause]
                 each[cause] += 1
                 losses.by_kind[window.kind] += 1
-                seconds = window.fault - times[counter]
-                losses.worst_seconds = max(losses.worst_seconds, seconds)
+                before = losses.seconds.get(window.kind, 0.0)
+                age = float(window.fault - times[counter])
+                losses.seconds[window.kind] = max(before, age)
             elif (life, counter) in excused:
                 losses.by_kind["damaged_file"] += 1
             elif counter >= len(times) - 2:
@@ -277,22 +278,31 @@ def made_within(
     )
 
 
-def check_leftovers(logdir: pathlib.Path) -> list[str]:
-    """Returns what is wrong with the files of a run that has ended in order."""
+def check_leftovers(logdir: pathlib.Path, started: float) -> tuple[list[str], int]:
+    """Looks for files that a run which has ended in order should not have left.
+
+    Args:
+      logdir: of the run.
+      started: when its programs were last started, which removes what was left.
+
+    Returns:
+      What is wrong, and the number of files that roles have left that were killed since.
+    """
     found, _ = reader.manifests(logdir)
     listed = {path for manifest in found for path in manifest.files}
-    problems = []
+    problems, recent = [], 0
     for path in sorted(logdir.rglob("*")):
         name = path.relative_to(logdir).as_posix()
-        if not path.is_file():
-            continue
-        if "partial" in path.name or path.name.endswith((".tmp", "~")):
-            problems.append(f"{name} is a temporary file")
-        elif name.startswith(("replay/", "replay_eval/")) and name not in listed:
-            problems.append(f"{name} is in no checkpoint")
+        temporary = "partial" in path.name or path.name.endswith((".tmp", "~"))
+        unlisted = name.startswith(("replay/", "replay_eval/")) and name not in listed
+        if path.is_file() and (temporary or unlisted):
+            if path.stat().st_mtime > started:
+                recent += 1
+            else:
+                problems.append(f"{name} was left by a run before")
     if not (logdir / "config.yaml").is_file():
         problems.append("there is no config.yaml")
-    return problems
+    return problems, recent
 
 
 def check_metrics(logdir: pathlib.Path) -> dict[str, int]:

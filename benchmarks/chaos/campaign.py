@@ -60,6 +60,8 @@ class Record:
     Args:
       faults: seconds until training went on, of each fault by kind.
       counts: sums over all runs.
+      lost: transitions that are not in the last checkpoint, by kind of fault.
+      lost_seconds: the longest time between a lost transition and its fault, by kind.
       worst: the largest value of each measure over all runs.
       runs: how often each topology was run.
       failures: promises that were not kept.
@@ -73,6 +75,7 @@ class Record:
     lost: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter
     )
+    lost_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     worst: dict[str, float] = dataclasses.field(default_factory=dict)
     runs: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter
@@ -99,6 +102,7 @@ class Record:
             **{name: self.counts[name] for name in MUST_BE_ZERO},
             "counts": dict(self.counts),
             "lost": {"all": self.lost.total(), **self.lost},
+            "lost_seconds": self.lost_seconds,
             "worst": self.worst,
             "notes": sorted(set(self.notes)),
             "failures": self.failures,
@@ -244,7 +248,14 @@ def check_left(site: Site, record: Record) -> None:
     temporary += [path for path in site.shared_files if os.path.exists(path)]
     if temporary:
         fail(record, site, f"temporary files are left: {temporary[:5]}")
-    for problem in audit.check_leftovers(site.logdir):
+    started = min(
+        program.started
+        for name, program in site.programs.items()
+        if name in ("launcher", "replay")
+    )
+    problems, recent = audit.check_leftovers(site.logdir, started)
+    record.counts["left_until_next_start"] += recent
+    for problem in problems:
         fail(record, site, problem)
 
 
@@ -267,7 +278,10 @@ def check_stored(site: Site, record: Record) -> None:
     counts.update(audit.check_metrics(site.logdir))
     record.counts.update(counts)
     record.lost.update(losses.by_kind)
-    record.raise_to(lost_by_a_fault=losses.worst, lost_seconds=losses.worst_seconds)
+    record.raise_to(lost_by_a_fault=losses.worst)
+    for kind, seconds in losses.seconds.items():
+        oldest = max(record.lost_seconds.get(kind, 0.0), seconds)
+        record.lost_seconds[kind] = round(oldest, 1)
     for text in losses.unexplained[:5]:
         fail(record, site, f"lost without a reason: {text}")
     for name in MUST_BE_ZERO:

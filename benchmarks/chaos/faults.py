@@ -85,7 +85,8 @@ def kill_while_starting(site: Site, choose: random.Random) -> Harm:
 
 def kill_while_saving(site: Site, choose: random.Random) -> Harm:
     """Kills the launcher or a role when files of a save are there, but no commit."""
-    name = choose.choice(["launcher", "replay", "logger"])
+    agent = ["agent"] if site.topology.process else []
+    name = choose.choice(["launcher", "replay", "logger", *agent])
     if not poll(lambda: _is_saving(site), 30, every=0.001):
         raise Failure("no save began within 30 s")
     if name == "launcher":

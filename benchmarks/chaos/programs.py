@@ -40,7 +40,7 @@ class Program:
     def __init__(
         self, argv: Sequence[str], output: pathlib.Path, environ: dict[str, str]
     ):
-        self.output = output
+        self.started = time.time()
         with output.open("ab") as file:
             self._process = subprocess.Popen(
                 list(argv),

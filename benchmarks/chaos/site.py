@@ -30,7 +30,8 @@ RATIO = 1.0  # Samples per insert.
 SAVE_EVERY = 2.0
 DISK = "160m"  # A save is to leave 100 MB.
 UPDATES = "parallel/updates_per_second"  # The metric that shows training.
-START, AGAIN, LEAVE = 120.0, 90.0, 60.0  # Seconds in which a run begins, goes on, ends.
+# Seconds in which a run begins, goes on and ends, also on a machine that is busy.
+START, AGAIN, LEAVE = 240.0, 150.0, 90.0
 
 FLAGS = ["--configs", "debug", "--task", "benchmarks.chaos.numbered_env:Numbered"]
 FLAGS += ["--logger.outputs", "jsonl", "--run.steps", "1e9", "--replay.size", "1e6"]
