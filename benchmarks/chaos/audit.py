@@ -286,7 +286,7 @@ def check_leftovers(logdir: pathlib.Path, started: float) -> tuple[list[str], in
       started: when its programs were last started, which removes what was left.
 
     Returns:
-      What is wrong, and the number of files that roles have left that were killed since.
+      What is wrong, and the number of files that roles killed since then have left.
     """
     found, _ = reader.manifests(logdir)
     listed = {path for manifest in found for path in manifest.files}

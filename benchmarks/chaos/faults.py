@@ -66,10 +66,12 @@ def stop_role(site: Site, choose: random.Random) -> Harm:
     return Harm(f"{name} for {seconds:.1f} s", time.time())
 
 
-def kill_launcher(site: Site, choose: random.Random) -> Harm:
+def kill_launcher(
+    site: Site, choose: random.Random, kind: str = "kill_launcher"
+) -> Harm:
     """Kills the launcher, and starts the same command again."""
     # A run that is killed again before it has saved goes back to the same save.
-    _expect_launcher_loss(site, "kill_launcher")
+    _expect_launcher_loss(site, kind)
     site.crash()
     site.audit()
     return _start_again(site)
@@ -77,10 +79,12 @@ def kill_launcher(site: Site, choose: random.Random) -> Harm:
 
 def kill_while_starting(site: Site, choose: random.Random) -> Harm:
     """Kills the launcher twice, the second time before the run is on again."""
-    kill_launcher(site, choose)
+    kind = "kill_while_starting"
+    kill_launcher(site, choose, kind)
     seconds = choose.uniform(0.5, 6.0)
     time.sleep(seconds)
-    return kill_launcher(site, choose)._replace(note=f"again after {seconds:.1f} s")
+    harm = kill_launcher(site, choose, kind)
+    return harm._replace(note=f"again after {seconds:.1f} s")
 
 
 def kill_while_saving(site: Site, choose: random.Random) -> Harm:
@@ -90,7 +94,7 @@ def kill_while_saving(site: Site, choose: random.Random) -> Harm:
     if not poll(lambda: _is_saving(site), 30, every=0.001):
         raise Failure("no save began within 30 s")
     if name == "launcher":
-        return kill_launcher(site, choose)._replace(note=name)
+        return kill_launcher(site, choose, "kill_while_saving")._replace(note=name)
     return _kill(site, "kill_while_saving", [name])
 
 
