@@ -88,7 +88,10 @@ def test_files_and_modules_that_are_named_exist(name):
         if OUR_PATH.fullmatch(text) and not (ROOT / text).exists():
             missing.append(text)
         for module in re.findall(r"python -m ((?:benchmarks|dreamerv3)\.\w+)", text):
-            if not (ROOT / f"{module.replace('.', '/')}.py").exists():
+            path = ROOT / module.replace(".", "/")
+            if not (
+                path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+            ):
                 missing.append(module)
     assert missing == []
 

@@ -21,6 +21,7 @@ from dreamerv3.cli.config import (
     read_blocks,
     run_config,
 )
+from dreamerv3.cli.schema import Flat
 
 SCORE = "episode/score"
 SCORES, METRICS = "scores.jsonl", "metrics.jsonl"
@@ -279,8 +280,6 @@ def model_size(config: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _size_blocks() -> dict[str, flags.Flat]:
+def _size_blocks() -> dict[str, Flat]:
     blocks = read_blocks().items()
-    return {
-        name: flags.flatten(block) for name, block in blocks if name.startswith("size")
-    }
+    return {name: flatten(block) for name, block in blocks if name.startswith("size")}

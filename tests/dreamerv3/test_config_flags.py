@@ -269,7 +269,7 @@ def valid_values(key, default):
         return st.lists(st.sampled_from(rule.names), min_size=1, unique=True).map(tuple)
     elif rule and rule.names:
         return st.sampled_from(rule.names)
-    elif key in flags.TEXT_OR_INTEGER:
+    elif rule and rule.word:
         found = st.just("auto") | st.integers(1, 10**12)
     elif key in ("clock_port", "run.from_checkpoint_regex", "logger.filter"):
         found = st.text(string.digits, max_size=4)
