@@ -45,7 +45,7 @@ class TestTrain:
         assert main(argv) == 0
         shown = capsys.readouterr().out
         assert "Training in 2 environments of grid_reach" in shown
-        assert "300 steps and 76 updates in" in shown
+        assert "300 steps and 64 updates in" in shown
         (row,) = [line for line in shown.splitlines() if line.startswith("  ckpt")]
         assert row.startswith("  ckpt, replay    the policy")
         assert f"--script eval_only --logdir {tmp_path} plays" in shown
