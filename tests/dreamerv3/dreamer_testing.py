@@ -9,7 +9,7 @@ import numpy as np
 from dreamerv3.agent import Agent
 from dreamerv3.cli.config import load_config
 
-QUICK = {"xla_backend_optimization_level": 0}
+QUICK = testing.QUICK
 
 
 def make_config(*argv: str):

@@ -36,7 +36,7 @@ SLOW_WINDOW = 50  # The same in a run that saves all the time.
 FLAGS = ["--configs", "debug", "--script", "parallel", "--random_agent", "True"]
 FLAGS += ["--logger.outputs", "jsonl", "--run.steps", "1e9", "--run.keep", "1000"]
 FLAGS += ["--run.envs", str(ENVS), "--run.eval_envs", "0", "--replay.size", "1e6"]
-FLAGS += ["--run.log_every", "0.5", "--run.report_every", "3", "--run.save_every", "1"]
+FLAGS += ["--run.log_every", "0.25", "--run.report_every", "3", "--run.save_every", "1"]
 FLAGS += ["--batch_size", str(BATCH), "--batch_length", str(BATCH_LENGTH)]
 FLAGS += ["--report_length", "4", "--replay_context", str(CONTEXT)]
 FLAGS += ["--run.train_ratio", str(RATIO * BATCH_LENGTH)]
@@ -104,9 +104,9 @@ class Run(Program):
 
     def saves(self):
         """Waits until two more checkpoints are committed: the second began later."""
-        seen = len(manifests(self.logdir))
+        seen = len(manifest_paths(self.logdir))
         wait_until(
-            lambda: len(manifests(self.logdir)) >= seen + 2 or not self.running,
+            lambda: len(manifest_paths(self.logdir)) >= seen + 2 or not self.running,
             WAIT,
             self,
         )
@@ -137,9 +137,14 @@ def is_alive(process):
     return False
 
 
+def manifest_paths(logdir):
+    """The files of all checkpoints, the oldest first."""
+    return sorted(pathlib.Path(logdir, "ckpt", "manifests").glob("*.json"))
+
+
 def manifests(logdir):
     """All checkpoints, the oldest first."""
-    paths = sorted(pathlib.Path(logdir, "ckpt", "manifests").glob("*.json"))
+    paths = manifest_paths(logdir)
     return [Manifest.from_bytes(path.name, path.read_bytes()) for path in paths]
 
 

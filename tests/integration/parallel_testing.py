@@ -18,8 +18,8 @@ from embodied.checkpoint import Checkpoint
 WAIT = 90.0  # Seconds; far above what anything here takes, also on a busy machine.
 
 SMALL = ["--configs", "debug", "--random_agent", "True", "--logger.outputs", "jsonl"]
-SMALL += ["--run.envs", "2", "--run.eval_envs", "1", "--run.log_every", "0.5"]
-SMALL += ["--run.report_every", "0.5", "--run.save_every", "1000"]
+SMALL += ["--run.envs", "2", "--run.eval_envs", "1", "--run.log_every", "0.25"]
+SMALL += ["--run.report_every", "0.25", "--run.save_every", "1000"]
 SMALL += [
     "--task",
     "tiny_testing:Task",
@@ -161,12 +161,26 @@ def wait_until(condition, seconds=WAIT, program=None):
         time.sleep(0.05)
 
 
+_parsed = {}  # By path: number of bytes, and their lines.
+
+
 def read_lines(path):
-    """The lines of a JSONL file, without one that is still being written."""
+    """The lines of a JSONL file, without one that is still being written.
+
+    Each is parsed once, since those who wait for a line ask many times.
+    """
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    size, lines = _parsed.get(path, (0, []))
+    with path.open("rb") as file:
+        if size > os.fstat(file.fileno()).st_size:  # A failed write was undone.
+            size, lines = 0, []
+        file.seek(size)
+        new = file.read()
+    new = new[: new.rfind(b"\n") + 1]
+    lines = lines + [json.loads(line) for line in new.splitlines()]
+    _parsed[path] = size + len(new), lines
+    return list(lines)
 
 
 def metrics(logdir):

@@ -8,7 +8,7 @@ import pytest
 from fault_envs import FAULTY_STEP
 from fault_testing import ENVS, Run, check_ratio, check_replay, manifests
 
-QUICK = pytest.param(10, id="short")
+QUICK = pytest.param(7, id="short")  # More than twice the timeout of envs.
 LONG = pytest.param(20, id="long", marks=pytest.mark.slow)
 
 

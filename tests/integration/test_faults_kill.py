@@ -1,5 +1,6 @@
 """SIGKILL of each role of a run that trains: what goes on, and what is kept."""
 
+import functools
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from fault_testing import (
     check_metrics,
     check_ratio,
     check_replay,
+    manifest_paths,
     manifests,
     sequences,
     steps_in,
@@ -129,10 +131,16 @@ def wait_for_incarnations(run, count):
     One that is killed before its first sequence leaves nothing.
     """
 
+    @functools.cache
+    def saved_in(number):
+        """How many have saved a sequence in this checkpoint."""
+        saved = manifests(run.logdir)[number - 1]
+        batch = sequences(run.logdir, saved, BATCH_LENGTH + CONTEXT)
+        return len(incarnations(steps_in(batch))) if batch else 0
+
     def is_there():
-        saved = manifests(run.logdir)[-1:]
-        batch = saved and sequences(run.logdir, saved[0], BATCH_LENGTH + CONTEXT)
-        return batch and len(incarnations(steps_in(batch))) == count
+        number = len(manifest_paths(run.logdir))
+        return number > 0 and saved_in(number) == count
 
     wait_until(lambda: is_there() or not run.running, WAIT, run)
     assert run.running, run.output()

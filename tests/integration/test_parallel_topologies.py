@@ -38,7 +38,7 @@ def check_run(logdir, steps=300):
 )
 def test_one_command_runs(tmp_path, flags, roles):
     # Long enough to be logged, and no longer than portal can bear.
-    steps = 300 if "portal" in flags else 2000
+    steps = 150 if "portal" in flags else 2000
     with Program(*small(tmp_path, *flags, steps=steps)) as program:
         seen = set()
         wait_until(
@@ -47,17 +47,17 @@ def test_one_command_runs(tmp_path, flags, roles):
         assert program.wait() == 0, program.output()
         assert "Traceback" not in program.output()
     assert seen == roles
-    check_run(tmp_path)
+    check_run(tmp_path, steps)
 
 
 def test_portal_continues_a_run(tmp_path):
-    for steps in (150, 300):
+    for steps in (100, 160):
         argv = small(tmp_path, "--run.transport", "portal", steps=steps)
         with Program(*argv) as program:
             assert program.wait() == 0, program.output()
             shown = program.output()
     assert "Continuing at step 1" in shown and "WARNING: A checkpoint" not in shown
-    assert Saved(tmp_path).step >= 300
+    assert Saved(tmp_path).step >= 160
 
 
 @pytest.mark.parametrize("task", ["gym_CartPole-v1", "dummy_disc"])
