@@ -6,8 +6,8 @@
 
 Where to look: `buffer` is the interface and says how threads get along; `index` knows
 streams and sequences, `chunks` what a step holds and the memory, `sizing` how much of
-it; `writer` saves and `reader` loads `chunkfiles`, which a `catalog` lists; `selectors`
-(of `slots`) decide what is drawn, and `limiters` when.
+it; `writer` saves `chunkfiles`, a `catalog` finds them and `reader` loads them;
+`selectors` (made of `slots`) decide what is drawn, and `limiters` when.
 """
 
 from embodied.replay import limiters, selectors

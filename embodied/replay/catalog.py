@@ -1,7 +1,4 @@
-"""Lists of saved chunks: as a save has them, or as found in a folder. Replay's process.
-
-A save's own list is packed into arrays, which its checkpoint holds.
-"""
+"""Lists of saved chunks: as a save has them, or as found in a folder. Replay."""
 
 from __future__ import annotations
 
@@ -16,67 +13,17 @@ import zstandard
 from embodied.base import Tree
 from embodied.checkpoint import CheckpointError
 from embodied.replay.chunkfiles import (
-    DIGEST_PREFIX,
-    LATENTS,
+    FORMAT,
     STEPS,
     ChunkFile,
     ChunkFolder,
+    unpack_files,
+    unpack_order,
 )
 from embodied.replay.chunks import Schema
 from embodied.replay.index import COUNTERS
 
-FORMAT = 1
-
 logger = logging.getLogger("embodied.replay")
-
-
-def pack_files(files: list[ChunkFile], chunks: list[bytes]) -> Tree:
-    """Returns files as arrays, each with the place of its chunk in `chunks`."""
-    places = {chunk: place for place, chunk in enumerate(chunks)}
-    digests = b"".join(bytes.fromhex(x.digest[len(DIGEST_PREFIX) :]) for x in files)
-    return {
-        "chunk": np.array([places[x.chunk] for x in files], np.int32),
-        "latents": np.array([x.kind == LATENTS for x in files], bool),
-        "start": np.array([x.start for x in files], np.int32),
-        "stop": np.array([x.stop for x in files], np.int32),
-        "save": np.array([x.save for x in files], np.int64),
-        "size": np.array([x.size for x in files], np.int64),
-        "digest": np.frombuffer(digests, np.uint8).reshape(-1, 32).copy(),
-    }
-
-
-def unpack_files(data: Tree) -> list[ChunkFile]:
-    """Returns the files that a save lists."""
-    table, chunks = data["files"], data["chunks"]["id"]
-    names = ("chunk", "latents", "start", "stop", "save", "size")
-    rows = zip(*(table[name].tolist() for name in names), table["digest"])
-    return [
-        ChunkFile(
-            chunks[chunk].tobytes(),
-            LATENTS if latents else STEPS,
-            start,
-            stop,
-            save,
-            size,
-            DIGEST_PREFIX + digest.tobytes().hex(),
-        )
-        for chunk, latents, start, stop, save, size, digest in rows
-    ]
-
-
-def pack_order(order: np.ndarray) -> np.ndarray:
-    """Returns the chunk of each item, from the oldest, as compressed bytes.
-
-    Workers take turns, so the numbers repeat and nearly vanish.
-    """
-    data = zstandard.ZstdCompressor(1).compress(order.astype("<i4").tobytes())
-    return np.frombuffer(data, np.uint8).copy()
-
-
-def unpack_order(packed: np.ndarray) -> np.ndarray:
-    """Returns what `pack_order` was given; ZstdError if it is damaged."""
-    data = zstandard.ZstdDecompressor().decompress(packed.tobytes())
-    return np.frombuffer(data, "<i4")
 
 
 @dataclasses.dataclass

@@ -8,7 +8,7 @@ is needed to find it:
 
 SAVE is the number of the save that wrote it. A chunk that grows is written in pieces:
 each save adds a file with the steps since the last one. Of latents, the file of the
-latest save counts.
+latest save counts. A save lists its files as arrays, which its checkpoint holds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ import safetensors
 import safetensors.numpy
 import zstandard
 
+from embodied.base import Tree
 from embodied.checkpoint import CheckpointError, FileRecord, write_file
 
+FORMAT = 1
 STEPS, LATENTS = "steps", "latents"
 # Beside the latents in files. No step has such a key, since those are not stored.
 PRIORITIES = "log/priority"
@@ -216,6 +218,55 @@ class ChunkFolder:
         """Removes a file if it is there."""
         with contextlib.suppress(OSError):
             (self.path / file.name).unlink(missing_ok=True)
+
+
+def pack_files(files: list[ChunkFile], chunks: list[bytes]) -> Tree:
+    """Returns files as arrays, each with the place of its chunk in `chunks`."""
+    places = {chunk: place for place, chunk in enumerate(chunks)}
+    digests = b"".join(bytes.fromhex(x.digest[len(DIGEST_PREFIX) :]) for x in files)
+    return {
+        "chunk": np.array([places[x.chunk] for x in files], np.int32),
+        "latents": np.array([x.kind == LATENTS for x in files], bool),
+        "start": np.array([x.start for x in files], np.int32),
+        "stop": np.array([x.stop for x in files], np.int32),
+        "save": np.array([x.save for x in files], np.int64),
+        "size": np.array([x.size for x in files], np.int64),
+        "digest": np.frombuffer(digests, np.uint8).reshape(-1, 32).copy(),
+    }
+
+
+def unpack_files(data: Tree) -> list[ChunkFile]:
+    """Returns the files that a save lists."""
+    table, chunks = data["files"], data["chunks"]["id"]
+    names = ("chunk", "latents", "start", "stop", "save", "size")
+    rows = zip(*(table[name].tolist() for name in names), table["digest"])
+    return [
+        ChunkFile(
+            chunks[chunk].tobytes(),
+            LATENTS if latents else STEPS,
+            start,
+            stop,
+            save,
+            size,
+            DIGEST_PREFIX + digest.tobytes().hex(),
+        )
+        for chunk, latents, start, stop, save, size, digest in rows
+    ]
+
+
+def pack_order(order: np.ndarray) -> np.ndarray:
+    """Returns the chunk of each item, from the oldest, as compressed bytes.
+
+    Workers take turns, so the numbers repeat and nearly vanish.
+    """
+    data = zstandard.ZstdCompressor(1).compress(order.astype("<i4").tobytes())
+    return np.frombuffer(data, np.uint8).copy()
+
+
+def unpack_order(packed: np.ndarray) -> np.ndarray:
+    """Returns what `pack_order` was given; ZstdError if it is damaged."""
+    data = zstandard.ZstdDecompressor().decompress(packed.tobytes())
+    return np.frombuffer(data, "<i4")
 
 
 def encode(

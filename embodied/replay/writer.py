@@ -22,14 +22,16 @@ import numpy as np
 
 from embodied.base import Tree
 from embodied.checkpoint import CheckpointError, FileRecord
-from embodied.replay.catalog import FORMAT, pack_files, pack_order
 from embodied.replay.chunkfiles import (
+    FORMAT,
     LATENTS,
     PRIORITIES,
     STEPS,
     ChunkFile,
     ChunkFiles,
     ChunkFolder,
+    pack_files,
+    pack_order,
 )
 from embodied.replay.index import Counters, Index
 

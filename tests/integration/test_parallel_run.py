@@ -65,7 +65,7 @@ class TestFirstRun:
         shown = finished[1]
         assert "Starting: logger, replay, agent, 3 env workers." in shown
         assert re.search(r"Addresses: actor localhost:\d+, replay localhost:", shown)
-        assert "The replay has enough for a batch: training begins." in shown
+        assert re.search(r"The replay has 3\d sequences: training begins\.", shown)
         assert re.search(
             r"Step \d+, \d+ steps/s\. Bottleneck: (env|actor|replay)", shown
         )
