@@ -132,6 +132,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"run\.(actor|replay|logger)_addr", _ADDRESS),
     (r"run\.from_checkpoint_regex|logger\.filter", _REGEX),
     (r"run\.transport", choice("zmq", "portal")),
+    (r"run\.link", choice("auto", "local", "remote")),
     (r"replay\.(size|chunksize)", _COUNT),
     (
         r"replay\.bytes",

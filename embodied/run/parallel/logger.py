@@ -22,7 +22,6 @@ from embodied.run.saving import LOGGER, StepCount
 from embodied.run.signals import stop_on_signals
 from embodied.run.usage import Usage
 
-CALLS = "logger_calls"  # Part of checkpoints, beside the step.
 BOTTLENECK = "parallel/bottleneck"
 TIMER = "timer/"
 
@@ -158,21 +157,21 @@ def parallel_logger(make_logger: Any, args: Any) -> None:
 def serve(role: LoggerRole, args: Any, stop: threading.Event) -> None:
     """Connects a role and serves it until `stop` is set."""
     checkpoint = RoleCheckpoint(args)
-    parts = checkpoint.load((LOGGER, CALLS))
+    parts = checkpoint.load((LOGGER,))
     if LOGGER in parts:
         role.load(parts[LOGGER])
-    server = wiring.make_server("Server", args.logger_addr, "logger", args)
-    if CALLS in parts:
-        server.load(parts[CALLS])
+    server = wiring.make_server(
+        *("Server", args.logger_addr, "logger", args),
+        on_failure=lambda error: stop.set(),
+    )
 
     def save(tag: str) -> str:
-        with server.paused():
-            parts = {LOGGER: role.save(), CALLS: server.save()}
+        parts = {LOGGER: role.save()}
         records = checkpoint.write(tag, parts)
         return pack_reply(records, {"step": int(parts[LOGGER]["step"])})
 
-    server.bind("add", role.add, workers=1, once=True)
-    server.bind("tran", role.tran, workers=1, once=True)
+    server.bind("add", role.add, workers=1)
+    server.bind("tran", role.tran, workers=1)
     server.bind("wait_step", role.wait_step, workers=1)
     server.bind("save", save)
     server.bind("discard", lambda tag: None)

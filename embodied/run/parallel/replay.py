@@ -6,7 +6,6 @@ refreshes latents, and one saves and tells statistics.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection
@@ -26,7 +25,7 @@ from embodied.run.session import EVAL_REPLAY, TRAIN_REPLAY
 from embodied.run.signals import stop_on_signals
 from embodied.run.usage import Usage
 
-LIMITER, CALLS = "limiter", "replay_calls"  # Parts of checkpoints, beside the replays.
+LIMITER = "limiter"  # Part of checkpoints, beside the replays.
 SMALLEST_FILLING = 10.0  # Seconds between notes on how full the replay is.
 
 logger = logging.getLogger("embodied.run")
@@ -144,25 +143,18 @@ class ReplayRole:
             if name in parts:
                 replay.clean(listed, root)
 
-    def save(
-        self,
-        trained: int,
-        paused: Callable[[], contextlib.AbstractContextManager[None]],
-        calls: Callable[[], Any],
-    ) -> dict[str, Any]:
+    def save(self, trained: int) -> dict[str, Any]:
         """Returns the state of one moment; files are written after that moment.
 
         Args:
           trained: batches that the learner has trained on.
-          paused: keeps stores and updates out.
-          calls: returns which calls were answered.
 
         Raises:
           CheckpointError: a replay could not be saved; what the other wrote is removed.
         """
         parts: dict[str, Any] = {}
         try:
-            self._save_into(parts, trained, paused, calls)
+            self._save_into(parts, trained)
         except BaseException:
             self.discard(parts)  # Nobody else knows of it.
             raise
@@ -199,28 +191,17 @@ class ReplayRole:
         for stream in self._streams.values():
             stream.close()
 
-    def _save_into(
-        self,
-        parts: dict[str, Any],
-        trained: int,
-        paused: Callable[[], contextlib.AbstractContextManager[None]],
-        calls: Callable[[], Any],
-    ) -> None:
+    def _save_into(self, parts: dict[str, Any], trained: int) -> None:
         """Adds each part as soon as it is saved."""
-        with contextlib.ExitStack() as pause:
-            # Else a call that waits for its turn would keep the pause from beginning.
-            with self.limiter.opened():
-                pause.enter_context(paused())
-            with self._lock:
-                pending = max(0, self._drawn - int(trained))
-            counted = int(self.limiter.stats()["samples"])
-            parts[LIMITER] = self.limiter.save(min(pending * self._batch, counted))
-            parts[CALLS] = calls()
+        with self._lock:
+            pending = max(0, self._drawn - int(trained))
+        counted = int(self.limiter.stats()["samples"])
+        parts[LIMITER] = self.limiter.save(min(pending * self._batch, counted))
 
-            def cut_eval() -> None:
-                parts[EVAL_REPLAY] = self._eval.save(on_cut=pause.close)
+        def cut_eval() -> None:
+            parts[EVAL_REPLAY] = self._eval.save()
 
-            parts[TRAIN_REPLAY] = self._train.save(on_cut=cut_eval)
+        parts[TRAIN_REPLAY] = self._train.save(on_cut=cut_eval)
 
     def _sample(self, mode: str, replay: Replay) -> dict[str, Array]:
         if not len(replay):
@@ -265,16 +246,17 @@ def parallel_replay(
 def serve(role: ReplayRole, args: Any, stop: threading.Event) -> None:
     """Connects a role and serves it until `stop` is set."""
     checkpoint = RoleCheckpoint(args)
-    parts = checkpoint.load((TRAIN_REPLAY, EVAL_REPLAY, LIMITER, CALLS))
+    parts = checkpoint.load((TRAIN_REPLAY, EVAL_REPLAY, LIMITER))
     role.load(parts)
     role.clean(parts, checkpoint.listed(), checkpoint.root)
-    server = wiring.make_server("Server", args.replay_addr, "replay", args)
-    if CALLS in parts:
-        server.load(parts[CALLS])
+    server = wiring.make_server(
+        *("Server", args.replay_addr, "replay", args),
+        on_failure=lambda error: stop.set(),
+    )
     unsaved: dict[str, dict[str, Any]] = {}  # Saves that may yet be discarded.
 
     def save(tag: str, trained: int) -> str:
-        parts = role.save(trained, server.paused, server.save)
+        parts = role.save(trained)
         unsaved.clear()
         unsaved[tag] = parts
         records = checkpoint.write(tag, parts) + role.records(parts, checkpoint.root)
@@ -284,11 +266,11 @@ def serve(role: ReplayRole, args: Any, stop: threading.Event) -> None:
         role.discard(unsaved.pop(tag, {}))
 
     for name, options in {
-        "add_batch": {"workers": 1, "once": True},
+        "add_batch": {"workers": 1},
         "sample_batch_train": {"workers": 1},
         "sample_batch_report": {"workers": 1},
         "sample_batch_eval": {"workers": 1},
-        "update": {"workers": 1, "once": True},
+        "update": {"workers": 1},
     }.items():
         server.bind(name, getattr(role, name), **options)
     server.bind("save", save)

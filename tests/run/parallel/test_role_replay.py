@@ -1,12 +1,10 @@
 """The replay role without its server."""
 
-import contextlib
 import itertools
 
 import numpy as np
 import pytest
 from role_testing import (
-    WAIT,
     Background,
     make_args,
     make_replay,
@@ -18,8 +16,7 @@ from role_testing import (
 from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.replay.durable import ChunkFolder
 from embodied.rpc import Unanswered
-from embodied.rpc.pause import Pause
-from embodied.run.parallel.replay import CALLS, LIMITER, ReplayRole
+from embodied.run.parallel.replay import LIMITER, ReplayRole
 
 # Of 8 trained steps a step, in batches of 2 times 4: one batch a step.
 BATCH = 2
@@ -42,8 +39,8 @@ def fill(role, count, envids=(0,), is_eval=False, start=0):
         role.add_batch(transitions(list(envids), index, is_eval))
 
 
-def save(role, trained=0, paused=contextlib.nullcontext):
-    return role.save(trained, paused, lambda: {"calls": 1})
+def save(role, trained=0):
+    return role.save(trained)
 
 
 class TestInserts:
@@ -149,16 +146,15 @@ class TestSave:
         assert save(role, trained=1)[LIMITER]["samples"] == 4 * BATCH
 
     def test_a_save_does_not_wait_for_an_insert_that_waits(self, tmp_path):
-        role, pause = make_role(tmp_path), Pause("replay")
+        role = make_role(tmp_path)
 
         def insert():
             for index in itertools.count():
-                with pause.applying():  # As the server does it.
-                    role.add_batch(transitions([0], index))
+                role.add_batch(transitions([0], index))
 
         with Background(insert) as task:
             wait_until(lambda: role.limiter.stats()["inserts_waiting"])
-            with Background(save, role, 0, lambda: pause.saving(WAIT)) as saving:
+            with Background(save, role) as saving:
                 saving.join()
             assert saving.error is None
             parts = saving.result
@@ -172,7 +168,7 @@ class TestSave:
         fill(role, 12, (9,), is_eval=True)
         role.sample_batch_train(0)
         parts = save(role, trained=1)
-        assert set(parts) == {LIMITER, CALLS, "replay", "replay_eval"}
+        assert set(parts) == {LIMITER, "replay", "replay_eval"}
         assert role.records(parts, tmp_path)
         other = make_role(tmp_path)
         other.load(parts)
