@@ -10,7 +10,6 @@ what is in it is only array bytes, never structure.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import itertools
 import mmap
@@ -73,28 +72,27 @@ def memory_size(descriptor: int, limit: int) -> int:
     return size
 
 
-def lease(memory: Any, size: int, held: Leases, on_end: Callable[[], None]) -> Any:
-    """Returns a buffer of memory that may be used again when nobody reads it any more.
+def lease(whole: np.ndarray, held: Leases, on_end: Callable[[], None]) -> np.ndarray:
+    """Tells when memory may be used again, since nobody reads it any more.
 
-    NumPy arrays keep the buffer that they were made of alive, through all views and
+    NumPy arrays keep the array that they were made of alive, through all views and
     slices. Its end, of which a weak reference tells, is the end of the lease. Nothing
     rests on when that is: memory whose lease has not ended is not used again.
 
     Args:
-      memory: writable.
-      size: of the buffer in bytes.
+      whole: a new array of the memory, which is returned. The memory itself is not
+        that of an array: views would refer to that one.
       held: keeps the weak reference as long as the memory is in use.
       on_end: called once, from any thread.
     """
-    buffer = (ctypes.c_ubyte * size).from_buffer(memory)
 
     def end(reference: Any) -> None:
         del held[id(reference)]
         on_end()
 
-    reference = weakref.ref(buffer, end)
+    reference = weakref.ref(whole, end)
     held[id(reference)] = reference
-    return buffer
+    return whole
 
 
 class Block:
@@ -148,9 +146,9 @@ class Block:
         """Gives the block back. The other side must be done with it."""
         self._free.append(self)
 
-    def leased(self) -> Any:
+    def leased(self) -> np.ndarray:
         """Returns a buffer of its bytes; the block is free when that is gone."""
-        return lease(self.pages, self.size, self._held, self.free)
+        return lease(np.frombuffer(self.pages, np.uint8), self._held, self.free)
 
     def fill(self, spec: structures.Spec, arrays: list[np.ndarray], rows: int) -> None:
         """Copies the arguments of a call to where they belong."""
@@ -306,12 +304,12 @@ class BatchBuffer:
         self._columns: list[tuple[structures.Leaf, int]] = []
         self._spare = spare
         self._held = held
-        self._size = 1
+        size = 0
         for leaf in columns:
-            offset = -(-self._size // structures.ALIGN) * structures.ALIGN
-            self._columns.append((leaf, offset))
-            self._size = offset + capacity * leaf.nbytes
-        self._memory: Any = np.empty(self._size, np.uint8)
+            self._columns.append((leaf, size))
+            column = capacity * leaf.nbytes
+            size += -(-column // structures.ALIGN) * structures.ALIGN
+        self._memory = bytearray(max(size, 1))
         self._targets: dict[tuple[int, int], list[memoryview]] = {}
 
     def targets(self, start: int, stop: int) -> list[memoryview]:
@@ -331,7 +329,7 @@ class BatchBuffer:
 
     def arrays(self, rows: int) -> list[np.ndarray]:
         """Hands out the first rows of all columns; once for each batch."""
-        memory = lease(self._memory, self._size, self._held, self._free)
+        memory = lease(np.frombuffer(self._memory, np.uint8), self._held, self._free)
         return [
             np.ndarray((rows, *leaf.shape), leaf.dtype, memory, offset)
             for leaf, offset in self._columns

@@ -16,7 +16,6 @@ from typing import Any
 from embodied.rpc import auth, buffers, links, structures, wire
 from embodied.rpc.calls import PENDING, Call, Disconnected, Future, RemoteError
 from embodied.rpc.connection import Connection
-from embodied.rpc.links import LocalLink
 from embodied.rpc.sessions import MAX_INFLIGHT, PROTOCOL
 
 __all__ = ["Client", "Disconnected", "RemoteError"]
@@ -237,16 +236,17 @@ class Client(Connection):
         if link is None:
             return  # It has just ended; the next one gets all open calls.
         call.sent = True
-        for block in (call.request, call.reply):
-            if block is not None and block.shared is not link:
-                if not isinstance(link, LocalLink):
-                    self._put_into_frame(call)
-                    break
-                link.share(block)
+        if call.request is not None and call.request.shared is not link:
+            self._share(call, call.request, link)
+        if call.reply is not None and call.reply.shared is not link:
+            self._share(call, call.reply, link)
         link.send(call.frame)
 
-    def _put_into_frame(self, call: Call) -> None:
-        """Encodes a call anew whose memory this link cannot pass."""
+    def _share(self, call: Call, block: buffers.Block, link: links.Link) -> None:
+        """Passes a block, or puts all into the frame if the link cannot do that."""
+        if isinstance(link, links.LocalLink):
+            link.share(block)
+            return
         old = self._codec.decode(call.frame)
         arrays: list = []
         if call.request is not None:

@@ -46,8 +46,9 @@ _HEAD = struct.Struct("<cQ")  # Of a packet with a descriptor: what it is, its n
 _FRAME, _BLOCK = b"F", b"B"
 _DESCRIPTOR = struct.Struct("i")
 _ANCILLARY = sockets.CMSG_LEN(_DESCRIPTOR.size)  # Room for one descriptor, no more.
-_RECEIVE_FLAGS = getattr(sockets, "MSG_CMSG_CLOEXEC", 0)
-_CUT_OFF = sockets.MSG_TRUNC | sockets.MSG_CTRUNC
+# As plain integers: enums cost a microsecond at each use.
+_RECEIVE_FLAGS = int(getattr(sockets, "MSG_CMSG_CLOEXEC", 0))
+_CUT_OFF = int(sockets.MSG_TRUNC) | int(sockets.MSG_CTRUNC)
 
 log = logging.getLogger("embodied.rpc")
 
