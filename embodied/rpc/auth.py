@@ -1,4 +1,4 @@
-"""Who may connect, and where: keys, key files, the check of handshakes, addresses.
+"""Keys and addresses: who may connect, and where.
 
 Every socket is encrypted and both sides prove a key. A run has one key pair for its
 servers and one for its clients, kept together in a file that only its owner can
@@ -218,17 +218,13 @@ def bind_address(addr: str | int, keys: Keys | None, insecure: bool) -> str:
     """Returns the numeric address to listen at, refusing unsafe choices."""
     host, port = parse_address(addr)
     numeric = resolve(host)
-    if not is_loopback(numeric) and keys is None and not insecure:
+    loopback = ipaddress.ip_address(numeric.strip("[]")).is_loopback
+    if not loopback and keys is None and not insecure:
         raise AuthError(
             f"{addr} can be reached from other machines. Pass the keys of the run "
             "(--run.keyfile FILE), or listen at localhost."
         )
     return f"{numeric}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a numeric host can be reached from this machine only."""
-    return ipaddress.ip_address(host.strip("[]")).is_loopback
 
 
 def check_free(addr: str) -> None:

@@ -90,7 +90,7 @@ class Batch:
         kind = self.key[0]
         if kind.names is not None:
             return (dict(zip(kind.names, arrays)),)
-        return wire.unflatten(kind.structure, arrays, ())
+        return structures.unflatten(kind.structure, arrays, ())
 
     def forget(self) -> None:
         """Leaves its calls without an answer, since the server ends."""
@@ -188,7 +188,7 @@ class Batching:
 
     @property
     def quick(self) -> bool:
-        """Whether it takes longer to wake another thread than to run a batch."""
+        """Whether to wake another thread takes longer than to run a batch."""
         return self._quick >= QUICK_RUNS
 
     def due(self, now: float) -> float | None:

@@ -55,7 +55,7 @@ class RemoteError(RuntimeError):
 
 
 class Receiver(Protocol):
-    """Who receives the answers to calls: a client."""
+    """The receiver of the answers to calls: a client."""
 
     def wait_for(self, future: Future, timeout: float | None) -> None:
         """Receives in the calling thread until a future is done, or time is over."""
@@ -176,7 +176,7 @@ class Call(Future):
 
     @property
     def call(self) -> str:  # type: ignore[override]
-        """What is asked of whom, for messages."""
+        """The method and the server, for messages."""
         return f"'{self.method}' from {self._addr}"
 
     def release(self) -> None:
@@ -191,7 +191,7 @@ class Call(Future):
 
 @dataclass(slots=True)
 class Counts:
-    """What a server or client has done since its start."""
+    """Counts of a server or client since its start."""
 
     calls: int = 0
     replies: int = 0
@@ -204,7 +204,11 @@ class Counts:
 
 
 class Statistics:
-    """What one server or client has done since it was last asked."""
+    """Counts, rates and latencies of a server or client since it was last asked.
+
+    Any thread counts, without a lock: an increment that another one overtakes may be
+    lost, which costs nothing but a little precision.
+    """
 
     def __init__(self, name: str):
         self._name = name

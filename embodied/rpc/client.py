@@ -8,6 +8,7 @@ background thread's, see `embodied/rpc/connection.py`.
 from __future__ import annotations
 
 import functools
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 from embodied.rpc import auth, buffers, links, structures, wire
 from embodied.rpc.calls import PENDING, Call, Disconnected, Future, RemoteError
 from embodied.rpc.connection import Connection
-from embodied.rpc.sessions import MAX_INFLIGHT, PROTOCOL
+from embodied.rpc.sessions import CLIENT_BYTES, MAX_INFLIGHT, make_hello
 
 __all__ = ["Client", "Disconnected", "RemoteError"]
 
@@ -64,16 +65,10 @@ class Client(Connection):
     ):
         if not 1 <= maxinflight <= MAX_INFLIGHT:
             raise ValueError(f"maxinflight must be 1..{MAX_INFLIGHT}: {maxinflight}")
-        hello = {
-            "version": PROTOCOL,
-            "name": name,
-            "slots": slots,
-            "group": group,
-            "info": info,
-            "max_inflight": maxinflight,
-        }
         keys = None if insecure else keys or auth.Keys.default()
-        super().__init__(addr, name, hello, keys, link)
+        identity = secrets.token_bytes(CLIENT_BYTES)
+        hello = make_hello(identity, name, maxinflight, slots, group, info)
+        super().__init__(addr, hello, keys, link)
         self.maxinflight = maxinflight
         self._autoconn = autoconn
         self._reply_bytes: dict[str, int] = {}  # Room for large replies, by method.
@@ -169,7 +164,7 @@ class Client(Connection):
         }
 
     def close(self) -> None:
-        """Says BYE and fails open calls with Disconnected."""
+        """Leaves the server, and fails open calls with Disconnected."""
         if self._closing.is_set():
             return
         self._fail(Disconnected(f"{self.name}: the client is closed."))

@@ -9,7 +9,6 @@ since the server of this host may have started meanwhile.
 from __future__ import annotations
 
 import logging
-import secrets
 import select
 import threading
 import time
@@ -19,7 +18,6 @@ from typing import Any
 from embodied.rpc import auth, buffers, links, wire
 from embodied.rpc.calls import PENDING, Future, RemoteError, Statistics
 from embodied.rpc.links import DOWN, UP, Link, LinkEnded, LocalLink
-from embodied.rpc.sessions import CLIENT_BYTES
 from embodied.rpc.threads import Poller, Wakeup
 
 RETRY_SECONDS = 0.2  # Until a local link is tried again, if there may be no other.
@@ -161,12 +159,11 @@ class ReceiveTurn:
 
 
 class Connection:
-    """One client's end of a connection; what is done with answers is the client's.
+    """One client's end of a connection. `Client` adds what is done with answers.
 
     Args:
       addr: HOST:PORT or a port of this machine.
-      name: of the thread, and for messages.
-      hello: what the server is told about the client.
+      hello: the introduction of the client; see `sessions.make_hello`.
       keys: of the server and of this client; None for a server without keys.
       link: 'local', 'remote', or 'auto' for the first of them that works.
     """
@@ -174,7 +171,6 @@ class Connection:
     def __init__(
         self,
         addr: str | int,
-        name: str,
         hello: dict[str, Any],
         keys: auth.Keys | None,
         link: str,
@@ -183,12 +179,11 @@ class Connection:
             raise ValueError(
                 f"Expected a link among {', '.join(links.KINDS)}, got {link!r}."
             )
-        self.name = name
+        self.name = name = hello["name"]
         self.addr = auth.connect_address(addr)
         self._keys = keys
         self._kind = link
-        self._identity = secrets.token_bytes(CLIENT_BYTES)
-        self._hello = {**hello, "client": self._identity}
+        self._hello = hello
         self._codec = wire.Codec()
         self._arena = buffers.Arena()
         self._memory: buffers.Arena | None = None  # While the link can pass it.
@@ -358,7 +353,7 @@ class Connection:
         # Not at the top: clients that need no ZeroMQ do not load it.
         from embodied.rpc.zmq_links import DealerLink
 
-        return DealerLink(self.addr, self._identity, self._keys)
+        return DealerLink(self.addr, self._hello["client"], self._keys)
 
     def _open_local(self, look_up: bool) -> Link | None:
         link = links.connect_local(

@@ -93,7 +93,7 @@ class Link:
         raise NotImplementedError
 
     def events(self) -> list[tuple[int, str]]:
-        """What happened to a client's link: UP, DOWN or REFUSED, and the reason."""
+        """Returns what happened to a client's link: UP, DOWN or REFUSED, and why."""
         return []
 
     def close(self) -> None:

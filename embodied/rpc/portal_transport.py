@@ -1,8 +1,8 @@
 """Links that speak portal's protocol, for the same servers and clients. Any process.
 
-It is the protocol of the reference implementation, so its workers can talk to these
-servers. Of portal only the sockets are used: its own servers end the process when a
-method fails before its `postfn`, and stand still when a batch is not exactly full.
+It is the reference implementation's, so its workers can talk to these servers. Of
+portal only the sockets are used: its own servers end the process when a method fails
+before its `postfn`, and stand still when a batch is not exactly full.
 
     request: number 8 B | length of the name 8 B | name | packed arguments
     reply:   number 8 B | status 8 B, 0 if it went well | packed result, or a text
@@ -36,8 +36,8 @@ from embodied.rpc import auth, wire
 from embodied.rpc.batching import BatchServer
 from embodied.rpc.client import Client
 from embodied.rpc.links import DOWN, MESSAGE_SLACK, UP, Link, OnFrame
-from embodied.rpc.server import HEARTBEAT, Server
-from embodied.rpc.sessions import CLIENT_BYTES, MAX_INFLIGHT, PROTOCOL
+from embodied.rpc.server import Server, make_welcome
+from embodied.rpc.sessions import CLIENT_BYTES, MAX_INFLIGHT, make_hello
 from embodied.rpc.threads import Poller, Wakeup
 
 LOOK_AROUND = 1.0  # Seconds: portal's thread tells nobody of its failure.
@@ -55,6 +55,9 @@ log = logging.getLogger("embodied.rpc")
 
 def import_portal() -> Any:
     """Returns the portal package, or raises an ImportError that says what to do."""
+    # Portal keeps a list in every thread from which it starts others, and warns of
+    # threads that it has not made and that have none.
+    vars(threading.current_thread()).setdefault("children", [])
     try:
         return importlib.import_module("portal")
     except ImportError as error:
@@ -64,34 +67,16 @@ def import_portal() -> Any:
         ) from error
 
 
-def _allow_threads() -> None:
-    """Lets portal make threads in one that it has not made, without its warning.
-
-    Portal keeps a list in every thread from which it starts others; plain threads
-    have none.
-    """
-    thread = threading.current_thread()
-    if not hasattr(thread, "children"):
-        setattr(thread, "children", [])  # noqa: B010
-
-
 class PortalClient(Client):
     """A `Client` that speaks portal's protocol; takes the same arguments.
 
     `keys`, `insecure`, `slots`, `group`, `info` and `link` have no meaning for portal.
     """
 
-    def __init__(
-        self,
-        addr: str | int,
-        name: str = "Client",
-        maxinflight: int = 16,
-        autoconn: bool = True,
-        **kwargs: Any,
-    ):
+    def __init__(self, addr: str | int, *args: Any, **kwargs: Any):
         import_portal()
         kwargs |= {"keys": None, "insecure": True, "link": "remote"}
-        super().__init__(addr, name, maxinflight, autoconn, **kwargs)
+        super().__init__(addr, *args, **kwargs)
 
     def _open_link(self) -> Link:
         return ConnectLink(self.addr, self.name)
@@ -100,8 +85,8 @@ class PortalClient(Client):
 class ConnectLink(Link):
     """A client's end, which connects, and connects again, by itself.
 
-    Portal's thread calls `_received`, `_connected` and `_disconnected`. An exception
-    in it would end the process, so none leaves these three.
+    Portal's thread calls `_tell` and `_received`. An exception in it would end the
+    process, so none leaves these two.
     """
 
     def __init__(self, addr: str, name: str):
@@ -114,7 +99,6 @@ class ConnectLink(Link):
         self.descriptors = (self._arrived.fileno(),)
         self.events_descriptor = self._changed.fileno()
         host, port = auth.parse_address(addr)
-        _allow_threads()
         self._socket = self._portal.ClientSocket(
             f"{host.strip('[]')}:{port}",
             name,
@@ -134,11 +118,7 @@ class ConnectLink(Link):
         message = self._codec.decode(frame)
         if message.kind == wire.HELLO:
             # Another server each time, since nobody knows: see the top.
-            welcome = {
-                "server": secrets.token_hex(8),
-                "max_bytes": self._codec.max_bytes,
-                "heartbeat": HEARTBEAT,
-            }
+            welcome = make_welcome(secrets.token_hex(8), self._codec.max_bytes)
             self._frames.append(self._codec.control(wire.WELCOME, welcome))
             self._arrived.set()
         if message.kind != wire.CALL:
@@ -156,18 +136,12 @@ class ConnectLink(Link):
     def receive(self) -> list[bytes]:
         """Returns the answers that came."""
         self._arrived.clear()
-        frames = []
-        while self._frames:
-            frames.append(self._frames.popleft())
-        return frames
+        return [self._frames.popleft() for _ in range(len(self._frames))]
 
     def events(self) -> list[tuple[int, str]]:
-        """What happened to the connection since the last call."""
+        """Returns what happened to the connection since the last call."""
         self._changed.clear()
-        events = []
-        while self._happened:
-            events.append(self._happened.popleft())
-        return events
+        return [self._happened.popleft() for _ in range(len(self._happened))]
 
     def close(self) -> None:
         """Ends portal's thread, and frees the descriptors."""
@@ -198,56 +172,38 @@ class ConnectLink(Link):
             log.exception("An answer of a portal server could not be handled.")
 
 
-class PortalListening:
-    """Makes a server listen for portal's clients, in place of its own links."""
-
-    name: str
-    addr: str
-    _codec: wire.Codec
-    _poller: Poller
-    _statistics: Any
-    _receive: OnFrame
-
-    def __init__(
-        self,
-        addr: str | int,
-        *args: Any,
-        keys: auth.Keys | None = None,
-        insecure: bool = False,
-        **kwargs: Any,
-    ):
-        import_portal()
-        self._open_to_all = insecure
-        address = _bind_address(addr, insecure)
-        super().__init__(address, *args, insecure=True, **kwargs)  # type: ignore
-
-    @staticmethod
-    def check(addr: str | int, *, insecure: bool = False) -> None:
-        """Raises AuthError or ValueError if a server could not listen there."""
-        auth.check_free(_bind_address(addr, insecure))
-
-    def _listen(self) -> list[Any]:
-        listener = PortalListener(
-            *(self.addr, self.name, self._codec, self._poller),
-            *(self._receive, self._statistics.reject),
-        )
-        log.warning(
-            "%s: portal has no authentication: everyone who reaches %s may call%s.",
-            self.name,
-            self.addr,
-            "" if self._open_to_all else ", so it is a loopback address",
-        )
-        return [listener]
-
-
-class PortalServer(PortalListening, Server):  # type: ignore[misc]
+class PortalServer(Server):
     """A `Server` for clients that speak portal's protocol; takes the same arguments.
 
     `keys` has no meaning for portal; `insecure` allows other addresses than loopback.
     """
 
+    def __init__(
+        self, addr: str | int, *args: Any, insecure: bool = False, **kwargs: Any
+    ):
+        import_portal()
+        self._open_to_all = insecure
+        kwargs |= {"keys": None, "insecure": True}
+        super().__init__(_bind_address(addr, insecure), *args, **kwargs)
 
-class PortalBatchServer(PortalListening, BatchServer):  # type: ignore[misc]
+    @staticmethod
+    def check(  # type: ignore[override]
+        addr: str | int, *, insecure: bool = False
+    ) -> None:
+        """Raises AuthError or ValueError if a server could not listen there."""
+        auth.check_free(_bind_address(addr, insecure))
+
+    def _listen(self) -> list[Any]:
+        listener = PortalListener(
+            self, self._codec, self._poller, self._receive, self._statistics.reject
+        )
+        allowed = "" if self._open_to_all else ", so it is a loopback address"
+        note = "%s: portal has no authentication: everyone who reaches %s may call%s."
+        log.warning(note, self.name, self.addr, allowed)
+        return [listener]
+
+
+class PortalBatchServer(PortalServer, BatchServer):
     """A `BatchServer` for clients that speak portal's protocol."""
 
 
@@ -259,19 +215,17 @@ class PortalListener:
 
     def __init__(
         self,
-        addr: str,
-        name: str,
+        server: Server,
         codec: wire.Codec,
         poller: Poller,
         on_frame: OnFrame,
         reject: Callable[[str, str], None],
     ):
-        self._portal = import_portal()
-        self._addr = addr
-        self._name = name
-        self._codec = codec
+        self.portal = import_portal()
+        self._addr, self._name = server.addr, server.name
+        self.codec = codec
         self._poller = poller
-        self._on_frame = on_frame
+        self.on_frame = on_frame
         self._reject = reject
         self._links: dict[Any, AcceptedLink] = {}  # By connection.
         self._messages: deque[tuple[Any, memoryview]] = deque()
@@ -280,20 +234,20 @@ class PortalListener:
         self._socket = self._open()
         poller.add(self._arrived.fileno(), self._receive)
         self._thread = threading.Thread(
-            target=self._run, name=f"{name}-portal", daemon=True
+            target=self._run, name=f"{server.name}-portal", daemon=True
         )
         self._thread.start()
 
     def expire(self) -> None:
         """Notes who is there, which portal's clients do not say, and who has gone."""
         there = set(self._socket.connections)
-        for connection, link in list(self._links.items()):
-            gone = connection not in there
-            kind = wire.BYE if gone else wire.HEARTBEAT
-            if gone:
+        for connection in list(self._links):
+            link, kind = self._links[connection], wire.HEARTBEAT
+            if connection not in there:
                 del self._links[connection]
+                kind = wire.BYE
             if link.welcome:
-                self._on_frame(link, self._codec.control(kind))
+                self.on_frame(link, self.codec.control(kind))
 
     def discard(self, link: Link) -> None:
         """Does nothing: a connection is its client's to close."""
@@ -310,18 +264,17 @@ class PortalListener:
 
     def send(self, connection: Any, *message: bytes | memoryview) -> bool:
         """Sends a message. Any thread."""
+        failure: Exception | None = None
         for _ in range(SEND_TRIES):
             try:
                 self._socket.send(connection, *message)
                 return True
-            except RuntimeError:
-                pass  # Portal counts its connections while another thread adds one.
+            except RuntimeError as error:
+                failure = error  # Portal counts connections while a thread adds one.
             except Exception as error:
-                # Portal's thread has ended, with an error of any type. The client
-                # will connect again.
-                log.warning("%s: a reply was not sent: %r", self._name, error)
-                return False
-        log.error("%s: a reply was not sent in %d tries.", self._name, SEND_TRIES)
+                failure = error  # Its thread has ended, with an error of any type.
+                break
+        log.warning("%s: a reply was not sent: %r", self._name, failure)
         return False
 
     def _open(self) -> Any:
@@ -330,8 +283,7 @@ class PortalListener:
         host = host.strip("[]")
         # Portal leaves its socket behind when it cannot listen, so it is tried first.
         socket.create_server((host, port), family=family).close()
-        _allow_threads()
-        return self._portal.ServerSocket(
+        return import_portal().ServerSocket(
             port,
             self._name,
             host=host,
@@ -345,10 +297,8 @@ class PortalListener:
         self._arrived.clear()
         while self._messages:
             connection, data = self._messages.popleft()
-            link = self._links.get(connection)
-            if link is None:
-                link = AcceptedLink(self, connection, self._codec, self._on_frame)
-                self._links[connection] = link
+            if (link := self._links.get(connection)) is None:
+                link = self._links[connection] = AcceptedLink(self, connection)
             try:
                 link.take_in(data)
             except wire.WireError as error:
@@ -392,35 +342,20 @@ class AcceptedLink(Link):
     wait for it. The server's loop thread takes in; any thread may send.
     """
 
-    def __init__(
-        self,
-        listener: PortalListener,
-        connection: Any,
-        codec: wire.Codec,
-        on_frame: OnFrame,
-    ):
+    def __init__(self, listener: PortalListener, connection: Any):
         super().__init__()
         self._listener = listener
         self._connection = connection
-        self._portal = import_portal()
-        self._codec = codec
-        self._on_frame = on_frame
+        self._codec = listener.codec
         self._numbers: dict[int, bytes] = {}  # Portal's, of calls without an answer.
         self._next = 0
         self._early: list[bytes] = []  # Calls before the welcome.
         self._refusal = ""
         self.welcome = False
-        hello = {
-            "version": PROTOCOL,
-            "client": secrets.token_bytes(CLIENT_BYTES),
-            "name": f"{connection[0]}:{connection[1]}",
-            "slots": 0,
-            "group": None,
-            "info": None,
-            "max_inflight": MAX_INFLIGHT,
-        }
-        self._hello = codec.control(wire.HELLO, hello)
-        on_frame(self, self._hello)
+        name = f"{connection[0]}:{connection[1]}"
+        hello = make_hello(secrets.token_bytes(CLIENT_BYTES), name, MAX_INFLIGHT)
+        self._hello = self._codec.control(wire.HELLO, hello)
+        listener.on_frame(self, self._hello)
 
     def take_in(self, data: memoryview) -> None:
         """Makes a call of a message.
@@ -431,7 +366,7 @@ class AcceptedLink(Link):
         if self._refusal:
             raise wire.WireError(self._refusal)
         limit = self._codec.max_bytes
-        method, rows, arguments = decode_call(self._portal, data, limit)
+        method, rows, arguments = decode_call(self._listener.portal, data, limit)
         structure, arrays, values = wire.flatten(tuple(arguments))
         spec = self._codec.spec(method, structure)
         if spec.nbytes > limit:
@@ -443,7 +378,7 @@ class AcceptedLink(Link):
             wire.CALL, seq, spec, values, arrays, rows, open=others
         )
         if self.welcome:
-            self._on_frame(self, frame)
+            self._listener.on_frame(self, frame)
         else:
             self._early.append(frame)
 
@@ -454,12 +389,15 @@ class AcceptedLink(Link):
         if message.seq == wire.NO_CALL:
             self._control(message.kind, tree)
             return True
-        number = self._numbers.pop(message.seq, None)
-        if number is None:
+        if (number := self._numbers.pop(message.seq, None)) is None:
             return True
         if message.kind == wire.ERROR:
-            return self.refuse(number, *encode_error(tree))
-        data = self._portal.pack(to_portal(tree))
+            text, status = tree["message"], REFUSED
+            if tree["kind"] == "exception":
+                text = f"{tree['type']}: {text}{_TRACEBACK}{tree['traceback']}"
+                status = FAILED
+            return self.refuse(number, text, status)
+        data = self._listener.portal.pack(to_portal(tree))
         return self._listener.send(self._connection, number, bytes(8), *data)
 
     def refuse(self, number: bytes, text: str, status: int = REFUSED) -> bool:
@@ -472,9 +410,9 @@ class AcceptedLink(Link):
             self.welcome = True
             early, self._early = self._early, []
             for frame in early:
-                self._on_frame(self, frame)
+                self._listener.on_frame(self, frame)
         elif kind == wire.STRANGER:
-            self._on_frame(self, self._hello)
+            self._listener.on_frame(self, self._hello)
         elif kind == wire.ERROR:
             self._refusal = tree["message"]
             for number in self._numbers.values():
@@ -504,22 +442,12 @@ def decode_call(portal: Any, data: memoryview, limit: int) -> tuple[str, int, li
         raise wire.WireError(f"it cannot be decoded: {error!r}") from None
 
 
-def encode_error(error: dict[str, str]) -> tuple[str, int]:
-    """Returns the text and the status of an error reply."""
-    text = error["message"]
-    if error["traceback"]:
-        text = f"{error['type']}: {text}{_TRACEBACK}{error['traceback']}"
-    return text, FAILED if error["kind"] == "exception" else REFUSED
-
-
 def decode_error(status: int, payload: memoryview) -> dict[str, str]:
     """Returns the error of a reply, from our server or from portal's own."""
     text = bytes(payload).decode(errors="replace")
     head, _, traceback = text.partition(_TRACEBACK)
+    name, _, message = head.partition(": ") if traceback else ("", "", head)
     kind = "exception" if status >= FAILED else "bad"
-    if not traceback:
-        return {"kind": kind, "message": head, "type": "", "traceback": ""}
-    name, _, message = head.partition(": ")
     return {"kind": kind, "message": message, "type": name, "traceback": traceback}
 
 
@@ -557,12 +485,11 @@ def from_portal(tree: Any) -> Any:
 
 
 def _bind_address(addr: str | int, insecure: bool) -> str:
-    numeric = auth.bind_address(addr, None, insecure=True)
-    host, _ = auth.parse_address(numeric)
-    if not insecure and not auth.is_loopback(host):
+    try:
+        return auth.bind_address(addr, None, insecure)
+    except auth.AuthError:
         raise auth.AuthError(
             f"{addr} can be reached from other machines, and portal has no "
             "authentication. Listen at localhost, use --run.transport zmq, or allow "
             "everyone to call with --run.insecure True."
-        )
-    return numeric
+        ) from None

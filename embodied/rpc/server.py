@@ -359,11 +359,7 @@ class Server:
             refusal = {"kind": "hello", "message": str(error)}
             self._outbox.control(link, wire.ERROR, refusal)
             return
-        welcome = {
-            "server": self._identity,
-            "max_bytes": self._codec.max_bytes,
-            "heartbeat": HEARTBEAT,
-        }
+        welcome = make_welcome(self._identity, self._codec.max_bytes)
         self._outbox.control(link, wire.WELCOME, welcome)
 
     def _hold(self, link: Link) -> None:
@@ -413,7 +409,9 @@ class Server:
         if method.schema is not None:
             shape = (message.spec, message.rows)
             if shape not in method.checked:
-                wire.check_schema(method.schema, message.spec.structure, message.rows)
+                structures.check_schema(
+                    method.schema, message.spec.structure, message.rows
+                )
                 if len(method.checked) >= wire.MAX_CACHED_SPECS:
                     method.checked.clear()
                 method.checked.add(shape)
@@ -493,3 +491,8 @@ class Server:
         self._statistics.counts.post_errors += 1
         text = "".join(traceback.format_exception(error))
         log.error("%s: work after a reply failed:\n%s", self.name, text)
+
+
+def make_welcome(server: str, max_bytes: int) -> dict[str, Any]:
+    """Returns the answer to a HELLO, with the identity of the server."""
+    return {"server": server, "max_bytes": max_bytes, "heartbeat": HEARTBEAT}

@@ -225,6 +225,26 @@ class Sessions:
         _tell(self.on_leave, session)
 
 
+def make_hello(
+    client: bytes,
+    name: str,
+    max_inflight: int,
+    slots: int = 0,
+    group: Any = None,
+    info: Any = None,
+) -> dict[str, Any]:
+    """Returns the introduction of a client; the arguments are those of `Client`."""
+    return {
+        "version": PROTOCOL,
+        "client": client,
+        "name": name,
+        "slots": slots,
+        "group": group,
+        "info": info,
+        "max_inflight": max_inflight,
+    }
+
+
 def _read_client(hello: Any) -> bytes:
     """Returns the number of the client that says HELLO.
 

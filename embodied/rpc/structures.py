@@ -61,13 +61,6 @@ def flatten(tree: Any) -> tuple[tuple, list[np.ndarray], list]:
     return structure, arrays, values
 
 
-def check(tree: Any) -> None:
-    """Raises WireError if a tree cannot be sent."""
-    structure, _, values = flatten(tree)
-    check_structure(as_lists(structure), 0, [MAX_LEAVES])
-    pack((structure, values))
-
-
 def unflatten(structure: tuple, arrays: list, values: Sequence[Any]) -> Any:
     """Puts together what `flatten` took apart."""
     remaining = iter(values)

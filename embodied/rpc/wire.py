@@ -24,33 +24,16 @@ import numpy as np
 
 from embodied.rpc.structures import (
     ALIGN,
-    MAX_DEPTH,
     MAX_LEAVES,
     Spec,
     WireError,
     as_bytes,
     as_lists,
-    check,
-    check_schema,
     check_structure,
-    dtype_name,
     flatten,
     pack,
-    unflatten,
     unpack,
 )
-
-__all__ = [  # What others use of this module and of the one below it.
-    "MAX_DEPTH",
-    "Codec",
-    "Message",
-    "WireError",
-    "check",
-    "check_schema",
-    "dtype_name",
-    "flatten",
-    "unflatten",
-]
 
 PRELUDE = struct.Struct("<4sBBHIIQ")  # Its last field is the number of the call.
 SEQ = struct.Struct("<Q")

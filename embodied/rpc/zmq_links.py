@@ -241,7 +241,7 @@ class DealerLink(Link):
         return [_contents(parts[0]) for parts in messages if len(parts) == 1]
 
     def events(self) -> list[tuple[int, str]]:
-        """What happened to the connection since the last call."""
+        """Returns what happened to the connection since the last call."""
         events: list[tuple[int, str]] = []
         while True:
             try:

@@ -101,7 +101,7 @@ class TestRoundTrips:
 
     @given(trees)
     def test_flatten_and_unflatten(self, tree):
-        assert same(wire.unflatten(*wire.flatten(tree)), tree)
+        assert same(structures.unflatten(*wire.flatten(tree)), tree)
 
     @given(trees, st.sampled_from([bytes, bytearray, memoryview]))
     def test_any_buffer_can_be_decoded(self, tree, kind):
@@ -174,9 +174,9 @@ class TestWhatCannotBeSent:
     @pytest.mark.parametrize(
         "tree",
         [
-            [0] * wire.MAX_LEAVES,
-            [np.zeros(1)] * wire.MAX_LEAVES,
-            [[] for _ in range(wire.MAX_LEAVES)],
+            [0] * structures.MAX_LEAVES,
+            [np.zeros(1)] * structures.MAX_LEAVES,
+            [[] for _ in range(structures.MAX_LEAVES)],
             {"k" * (wire.MAX_SPEC_BYTES + 1): 0},
         ],
         ids=["values", "arrays", "lists", "key"],
@@ -193,10 +193,10 @@ class TestWhatCannotBeSent:
                 tree = [tree]
             return tree
 
-        deepest = nested(wire.MAX_DEPTH)
+        deepest = nested(structures.MAX_DEPTH)
         assert same(decode_tree(encode(deepest)), deepest)
         with pytest.raises(WireError, match="level"):
-            encode(nested(wire.MAX_DEPTH + 1))
+            encode(nested(structures.MAX_DEPTH + 1))
 
     @pytest.mark.parametrize("rows", [-1, 1 << 16])
     def test_rows_out_of_range(self, rows):
@@ -408,7 +408,7 @@ class TestLimits:
     def test_depth(self):
         for leaf in (["v"], array_node(shape=[0])):
             node = leaf
-            for _ in range(wire.MAX_DEPTH):
+            for _ in range(structures.MAX_DEPTH):
                 node = ["l", [node]]
             Codec().decode(frame_with(["m", node], msgpack.packb([1])))
             with pytest.raises(WireError, match="deeper"):
@@ -421,10 +421,10 @@ class TestLimits:
 
     def test_count_of_nodes(self):
         leaf = array_node(shape=[0])
-        most = ["l", [leaf] * (wire.MAX_LEAVES - 1)]
-        assert len(decode_tree(frame_with(["m", most]))) == wire.MAX_LEAVES - 1
+        most = ["l", [leaf] * (structures.MAX_LEAVES - 1)]
+        assert len(decode_tree(frame_with(["m", most]))) == structures.MAX_LEAVES - 1
         with pytest.raises(WireError, match="4096 nodes"):
-            Codec().decode(frame_with(["m", ["l", [leaf] * wire.MAX_LEAVES]]))
+            Codec().decode(frame_with(["m", ["l", [leaf] * structures.MAX_LEAVES]]))
 
     def test_length_of_the_header(self):
         with pytest.raises(WireError, match="header"):
@@ -566,7 +566,7 @@ class TestSchema:
 
     def check(self, *args, rows=0):
         structure, _, _ = wire.flatten(args)
-        wire.check_schema(SCHEMA, structure, rows)
+        structures.check_schema(SCHEMA, structure, rows)
 
     def test_what_fits(self):
         self.check(self.obs())
