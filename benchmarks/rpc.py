@@ -2,9 +2,9 @@
 
     python -m benchmarks.rpc [--quick]
 
-Both sides run with their default settings: ours with keys and, on one machine, shared
-memory. Rows are counted in the served function, so that nothing depends on when a
-worker started.
+Both sides run with their default settings: ours with keys and, on one machine, the
+local link with shared memory. Rows are counted in the served function, so that nothing
+depends on when a worker started.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def extras(seconds: float) -> None:
     """What has no counterpart in portal, for the record."""
     alone, beside = slow_client(seconds)
     lines = {
-        "16 workers, batch 8, frames only, rows/s": rows_per_second(
-            "ours-inline", 16, 8, 0, seconds
+        "16 workers, batch 8, remote link, rows/s": rows_per_second(
+            "ours-remote", 16, 8, 0, seconds
         ),
-        "4 workers of 8 envs, frames only, rows/s": rows_per_second(
-            "ours-inline", 4, 16, 8, seconds
+        "4 workers of 8 envs, remote link, rows/s": rows_per_second(
+            "ours-remote", 4, 16, 8, seconds
         ),
-        "13 MB replies, frames only, GB/s": bulk("ours-inline", seconds),
+        "13 MB replies, remote link, GB/s": bulk("ours-remote", seconds),
         "200 clients in 4 processes, batch 64, rows/s": many_clients(200, seconds),
         "15 workers beside a slow one, of their rate": beside / alone,
     }
@@ -114,7 +114,8 @@ def make_client(kind: str, port: int, **kwargs: Any) -> Any:
     """A client of either side."""
     if kind == "portal":
         return portal.Client(port, logging=False)
-    return Client(port, bulk=kind != "ours-inline", **kwargs)
+    link = "remote" if kind == "ours-remote" else "auto"
+    return Client(port, link=link, **kwargs)
 
 
 def act_worker(kind: str, port: int, rows: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class LocalClock:
-    """Says whether an interval has passed since it last said so.
+    """Answers whether an interval has passed since it last said so.
 
         should_log = LocalClock(120)
         while True:

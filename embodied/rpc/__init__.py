@@ -6,6 +6,7 @@ Names are imported on first use, so that a process loads only the transport it u
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import Any
 
 _WHERE = {
@@ -13,17 +14,18 @@ _WHERE = {
     "BatchServer": "batching",
     "Client": "client",
     "Disconnected": "calls",
-    "Future": "future",
+    "Future": "calls",
     "Keys": "auth",
     "RemoteError": "calls",
     "Server": "server",
-    "Unanswered": "server",
+    "Unanswered": "calls",
     "WireError": "wire",
-    "free_port": "sockets",
-    "transport": "transports",
+    "free_port": "auth",
 }
 
-__all__ = list(_WHERE)
+TRANSPORTS = ("zmq", "portal")  # To choose from with `run.transport`.
+
+__all__ = ["TRANSPORTS", "Transport", "transport", *_WHERE]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,3 +33,40 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_WHERE[name]}")
     return getattr(module, name)
+
+
+@dataclass(frozen=True)
+class Transport:
+    """The classes of one transport, which take the same arguments."""
+
+    name: str
+    Server: Any
+    BatchServer: Any
+    Client: Any
+
+
+def transport(name: str) -> Transport:
+    """Returns a transport by its name, 'zmq' or 'portal'.
+
+    Raises:
+      ValueError: there is none of that name.
+      ImportError: its package is not installed.
+    """
+    # Imported here, so that a process loads only the transport that it uses.
+    if name == "zmq":
+        from embodied.rpc.batching import BatchServer
+        from embodied.rpc.client import Client
+        from embodied.rpc.server import Server
+
+        return Transport(name, Server, BatchServer, Client)
+    if name == "portal":
+        from embodied.rpc import portal_transport as portal
+
+        portal.import_portal()
+        return Transport(
+            name, portal.PortalServer, portal.PortalBatchServer, portal.PortalClient
+        )
+    raise ValueError(
+        f"Expected a transport among {', '.join(TRANSPORTS)}, got {name!r}. Set "
+        "--run.transport to one of them."
+    )

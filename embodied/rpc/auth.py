@@ -1,4 +1,4 @@
-"""Who may connect: CURVE keys, key files, and the check of every handshake.
+"""Keys and addresses: who may connect, and where.
 
 Every socket is encrypted and both sides prove a key. A run has one key pair for its
 servers and one for its clients, kept together in a file that only its owner can
@@ -8,9 +8,13 @@ roles on other machines are given a copy of the run's file (`run.keyfile`).
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import ipaddress
 import json
 import os
 import secrets
+import socket as sockets
 import stat
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,6 +24,7 @@ import zmq
 from zmq.utils import z85
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+EVERYWHERE = ("0.0.0.0", "[::]")  # Addresses that stand for all of a machine.
 
 
 class AuthError(ConnectionError):
@@ -133,6 +138,18 @@ class Keys:
         return cls.load(path)
 
 
+def local_key(keys: Keys | None) -> bytes:
+    """Returns the secret of local links; without keys, only the user is checked."""
+    if keys is None:
+        return b""
+    return hashlib.sha256(b"local link" + z85.decode(keys.server_secret)).digest()
+
+
+def prove(key: bytes, *words: bytes) -> bytes:
+    """Returns what only those can compute who have the key."""
+    return hmac.digest(key, b"\0".join(words), "sha256")
+
+
 def secure_server(socket: zmq.Socket, keys: Keys) -> None:
     """Makes a server's socket accept only clients that prove an allowed key."""
     socket.curve_server = True
@@ -164,7 +181,7 @@ class Gate:
         # Becomes readable when there is something to handle.
         self.fileno = cast(int, self._socket.get(zmq.FD))
 
-    def handle(self) -> None:
+    def handle(self, _: int = 0) -> None:
         """Answers all handshakes that wait."""
         while True:
             try:
@@ -185,3 +202,85 @@ class Gate:
     def close(self) -> None:
         """Closes the socket."""
         self._socket.close()
+
+
+def parse_address(addr: str | int) -> tuple[str, int]:
+    """Splits 'host:port', '[::1]:port' or a port into host and port."""
+    text = str(addr).removeprefix("tcp://")
+    host, _, port = text.rpartition(":")
+    host = host or "localhost"
+    if not port.isdigit() or not 0 <= int(port) < 1 << 16:
+        raise ValueError(f"Expected an address HOST:PORT or a port, got {addr!r}.")
+    return host, int(port)
+
+
+def bind_address(addr: str | int, keys: Keys | None, insecure: bool) -> str:
+    """Returns the numeric address to listen at, refusing unsafe choices."""
+    host, port = parse_address(addr)
+    numeric = resolve(host)
+    loopback = ipaddress.ip_address(numeric.strip("[]")).is_loopback
+    if not loopback and keys is None and not insecure:
+        raise AuthError(
+            f"{addr} can be reached from other machines. Pass the keys of the run "
+            "(--run.keyfile FILE), or listen at localhost."
+        )
+    return f"{numeric}:{port}"
+
+
+def check_free(addr: str) -> None:
+    """Raises ValueError if nobody can listen at a numeric address now."""
+    host, port = parse_address(addr)
+    family = sockets.AF_INET6 if host.startswith("[") else sockets.AF_INET
+    with sockets.socket(family) as probe:
+        probe.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            raise ValueError(
+                f"A server cannot listen at {addr}: {error.strerror}. Choose another "
+                "address of this machine, or end the program that uses it."
+            ) from None
+
+
+def connect_address(addr: str | int) -> str:
+    """Returns the address to connect to."""
+    host, port = parse_address(addr)
+    return f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
+
+
+def free_port() -> int:
+    """Returns a port of the loopback interface that nobody listens at."""
+    with sockets.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def own_addresses(addr: str, look_up: bool) -> list[str]:
+    """Addresses of this machine at which a server may listen that is called `addr`.
+
+    None if that is another machine: it may have a server at the same port.
+    """
+    host, port = parse_address(addr)
+    try:
+        if not look_up:
+            ipaddress.ip_address(host.strip("[]"))
+        host = resolve(host)
+        family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
+        with sockets.socket(family, sockets.SOCK_DGRAM) as probe:
+            probe.bind((host.strip("[]"), 0))  # Fails for other machines' addresses.
+    except (OSError, ValueError):
+        return []
+    return [f"{host}:{port}", f"{EVERYWHERE[0]}:{port}"]
+
+
+def resolve(host: str) -> str:
+    """Returns the numeric address of a host, in brackets for IPv6."""
+    if host == "localhost":
+        return "127.0.0.1"
+    if host in ("*", "0.0.0.0"):
+        return "0.0.0.0"
+    try:
+        family, _, _, _, where = sockets.getaddrinfo(host.strip("[]"), None)[0]
+    except OSError as error:
+        raise ValueError(f"Cannot resolve host {host!r}: {error}.") from None
+    return f"[{where[0]}]" if family == sockets.AF_INET6 else str(where[0])

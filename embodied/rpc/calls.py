@@ -1,15 +1,34 @@
-"""Calls on their way from a client to a server, and how they fail. Any process."""
+"""Calls of a client: their results, their errors and their counts. Any process."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from embodied.rpc import memory
-from embodied.rpc.future import Future, Receiver
+import numpy as np
+
+from embodied.rpc.buffers import Block
+
+log = logging.getLogger("embodied.rpc")
+
+PENDING, DONE, FAILED = range(3)  # The first is False.
+
+
+class Unanswered(Exception):
+    """Raised by a bound function that ends before it can answer.
+
+    The caller hears nothing from this server. Its call fails with Disconnected when the
+    server that comes next welcomes it.
+    """
 
 
 class Disconnected(ConnectionError):
-    """The server is gone, or the client is closed."""
+    """The server is gone or was restarted, or the client is closed."""
 
 
 class RemoteError(RuntimeError):
@@ -35,6 +54,106 @@ class RemoteError(RuntimeError):
         return self.message
 
 
+class Receiver(Protocol):
+    """The receiver of the answers to calls: a client."""
+
+    def wait_for(self, future: Future, timeout: float | None) -> None:
+        """Receives in the calling thread until a future is done, or time is over."""
+
+    def attend(self) -> None:
+        """Receives from now on although nobody waits."""
+
+
+class Future:
+    """The result of a call, or its error.
+
+    `result` gives the same answer however often and from however many threads it is
+    asked. The client's receiving thread completes it, once.
+    """
+
+    # Guards the change of state and the two below, of all futures: it is held for a
+    # moment only, and one for each would be most of what a future costs.
+    _lock = threading.Lock()
+    _event: threading.Event | None = None
+    _callbacks: tuple[Callable[[Future], None], ...] = ()
+    state = PENDING  # For the client, which looks at it often.
+    _value: Any = None
+
+    def __init__(self, call: str, receiver: Receiver):
+        self.call = call  # Whom it waits for, for messages.
+        self._receiver = receiver
+
+    def done(self) -> bool:
+        """Whether there is a result or an error."""
+        if self.state == PENDING:
+            self._receiver.attend()
+        return self.state != PENDING
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until it is done; False if it is not in time."""
+        if self.state == PENDING:
+            self._receiver.wait_for(self, timeout)
+        return self.state != PENDING
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Returns the result, or raises the call's error.
+
+        Raises:
+          TimeoutError: it was not done in time; asking again later is fine.
+        """
+        if not self.state:
+            self._receiver.wait_for(self, timeout)
+            if not self.state:
+                raise TimeoutError(f"No answer to {self.call} within {timeout} s.")
+        if self.state == FAILED:
+            raise self._value
+        return self._value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Returns the call's error, or None if it has a result."""
+        if not self.wait(timeout):
+            raise TimeoutError(f"No answer to {self.call} within {timeout} s.")
+        return self._value if self.state == FAILED else None
+
+    def add_callback(self, callback: Callable[[Future], None]) -> None:
+        """Calls back when done, from the thread that receives; at once if done."""
+        with self._lock:
+            pending = self.state == PENDING
+            if pending:
+                self._callbacks = (*self._callbacks, callback)
+        if not pending:
+            callback(self)
+        else:
+            self._receiver.attend()
+
+    def set_result(self, value: Any, state: int = DONE) -> None:
+        """Completes the future. For the client."""
+        with self._lock:
+            if self.state != PENDING:
+                return
+            self._value = value
+            self.state = state
+            callbacks, self._callbacks = self._callbacks, ()
+            event = self._event
+        if event is not None:
+            event.set()
+        for callback in callbacks:
+            callback(self)
+
+    def set_error(self, error: BaseException) -> None:
+        """Completes the future with an error. For the client."""
+        self.set_result(error, FAILED)
+
+    def block(self, deadline: float | None) -> None:
+        """Waits for another thread to complete it. For the client."""
+        with self._lock:
+            if self.state != PENDING:
+                return
+            if self._event is None:
+                self._event = threading.Event()
+        self._event.wait(None if deadline is None else deadline - time.monotonic())
+
+
 class Call(Future):
     """A call that has no reply yet, and what is needed to send it again.
 
@@ -45,8 +164,9 @@ class Call(Future):
     """
 
     frame: bytes = b""
-    request: memory.Block | None = None  # Where the arguments lie.
-    reply: memory.Block | None = None  # Where the reply may be put.
+    sent = False  # Whether a server may have got it.
+    request: Block | None = None  # Where the arguments lie.
+    reply: Block | None = None  # Where the reply may be put.
 
     def __init__(self, method: str, addr: str, receiver: Receiver):
         self.method = method
@@ -56,7 +176,7 @@ class Call(Future):
 
     @property
     def call(self) -> str:  # type: ignore[override]
-        """What is asked of whom, for messages."""
+        """The method and the server, for messages."""
         return f"'{self.method}' from {self._addr}"
 
     def release(self) -> None:
@@ -67,3 +187,55 @@ class Call(Future):
         if self.reply is not None:
             self.reply.free()
             self.reply = None
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of a server or client since its start."""
+
+    calls: int = 0
+    replies: int = 0
+    errors: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    reconnects: int = 0  # Of clients.
+    repeated: int = 0  # Calls that a server got twice.
+    post_errors: int = 0
+
+
+class Statistics:
+    """Counts, rates and latencies of a server or client since it was last asked.
+
+    Any thread counts, without a lock: an increment that another one overtakes may be
+    lost, which costs nothing but a little precision.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._since = time.monotonic()
+        self._told: Counter = Counter()  # The counts that were returned so far.
+        self.counts = Counts()
+        self.rejected: Counter = Counter()  # By reason, since the start.
+        self.latencies: deque[float] = deque(maxlen=1024)
+
+    def reject(self, reason: str, text: str) -> None:
+        """Counts a message that is not served, and mentions it now and then."""
+        self.rejected[reason] += 1
+        count = self.rejected[reason]
+        if count & (count - 1) == 0:  # The 1st, 2nd, 4th, 8th, ...
+            log.warning("%s rejected (%s, %d): %s", self._name, reason, count, text)
+
+    def collect(self, *names: str) -> dict[str, float]:
+        """Returns the named counts, the call rate and latencies, and starts anew."""
+        now = time.monotonic()
+        totals = {name: getattr(self.counts, name) for name in {*names, "calls"}}
+        counts = {name: total - self._told[name] for name, total in totals.items()}
+        self._told.update(counts)
+        duration, self._since = max(1e-9, now - self._since), now
+        latencies = np.array(self.latencies or [0.0])
+        return {
+            **{name: counts[name] for name in names},
+            "call_rate": counts["calls"] / duration,
+            "latency_p50": float(np.percentile(latencies, 50)),
+            "latency_p99": float(np.percentile(latencies, 99)),
+        }

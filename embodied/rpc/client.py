@@ -8,16 +8,16 @@ background thread's, see `embodied/rpc/connection.py`.
 from __future__ import annotations
 
 import functools
+import secrets
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from embodied.rpc import auth, layout, memory, sockets, wire
-from embodied.rpc.calls import Call, Disconnected, RemoteError
+from embodied.rpc import auth, buffers, links, structures, wire
+from embodied.rpc.calls import PENDING, Call, Disconnected, Future, RemoteError
 from embodied.rpc.connection import Connection
-from embodied.rpc.future import PENDING, Future
-from embodied.rpc.session import MAX_INFLIGHT, PROTOCOL
+from embodied.rpc.sessions import CLIENT_BYTES, MAX_INFLIGHT, make_hello
 
 __all__ = ["Client", "Disconnected", "RemoteError"]
 
@@ -28,18 +28,25 @@ class Client(Connection):
         client = Client('localhost:1234')
         future = client.add(1, 2)
         print(future.result())
+        client.close()
+
+    `close`, or the end of a `with` block, is the only way to end it: until then its
+    background thread keeps it alive.
 
     Args:
       addr: HOST:PORT or a port of this machine.
       name: shown by the server.
       maxinflight: open calls; one more waits until a reply has come.
-      autoconn: reconnect and send open calls again. Otherwise they fail.
+      autoconn: reconnect and send open calls again. Those that were sent to a server
+        that was restarted meanwhile fail, since it is not known whether they were
+        applied. Without it, all fail.
       keys: default: the keys of this user on this machine.
       insecure: no keys, for a server without keys.
       slots: env slots whose rows the server's batches can wait for.
       group: which batches those rows belong to.
       info: plain values for the server's owner.
-      bulk: use shared memory where the server is on the same machine.
+      link: 'local' for a socket and shared memory of this host, 'remote' for ZeroMQ,
+        'auto' for the first of them that works.
     """
 
     def __init__(
@@ -54,20 +61,14 @@ class Client(Connection):
         slots: int = 0,
         group: Any = None,
         info: Any = None,
-        bulk: bool = True,
+        link: str = "auto",
     ):
         if not 1 <= maxinflight <= MAX_INFLIGHT:
             raise ValueError(f"maxinflight must be 1..{MAX_INFLIGHT}: {maxinflight}")
-        hello = {
-            "version": PROTOCOL,
-            "name": name,
-            "slots": slots,
-            "group": group,
-            "info": info,
-            "max_inflight": maxinflight,
-        }
         keys = None if insecure else keys or auth.Keys.default()
-        super().__init__(addr, name, hello, keys, bulk)
+        identity = secrets.token_bytes(CLIENT_BYTES)
+        hello = make_hello(identity, name, maxinflight, slots, group, info)
+        super().__init__(addr, hello, keys, link)
         self.maxinflight = maxinflight
         self._autoconn = autoconn
         self._reply_bytes: dict[str, int] = {}  # Room for large replies, by method.
@@ -77,8 +78,7 @@ class Client(Connection):
         self._next = 0
         self._counts = self._statistics.counts
         self._latencies = self._statistics.latencies
-        self.attend = self._listener.attend  # Of `Receiver`.
-        self._detours: set[int] = set()  # Calls that went over ZeroMQ beside a lane.
+        self.attend = self._turn.attend  # Of `Receiver`.
         self._thread.start()
 
     def __getattr__(self, method: str) -> Any:
@@ -125,7 +125,7 @@ class Client(Connection):
         call = Call(method, self.addr, self)
         request, arena = None, self._memory
         if arena is not None:
-            if nbytes >= memory.THRESHOLD:
+            if nbytes >= buffers.THRESHOLD:
                 request = call.request = arena.allocate(spec.room)
                 if request is not None:
                     request.fill(spec, arrays, rows)
@@ -144,7 +144,7 @@ class Client(Connection):
                 call.frame = request.frame(seq)  # The commonest case, and the fastest.
             self._calls[seq] = call
             if self._welcome:
-                self._transmit(seq, call)
+                self._transmit(call)
             self._counts.sent_bytes += nbytes
         return call
 
@@ -164,12 +164,12 @@ class Client(Connection):
         }
 
     def close(self) -> None:
-        """Says BYE and fails open calls with Disconnected."""
+        """Leaves the server, and fails open calls with Disconnected."""
         if self._closing.is_set():
             return
         self._fail(Disconnected(f"{self.name}: the client is closed."))
         self._closing.set()
-        self._listener.wake()
+        self._turn.control.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -178,10 +178,6 @@ class Client(Connection):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_thread"):
-            self.close()
 
     # The calling threads.
 
@@ -208,7 +204,7 @@ class Client(Connection):
         self,
         call: Call,
         seq: int,
-        spec: layout.Spec,
+        spec: structures.Spec,
         values: Sequence[Any],
         arrays: list,
         rows: int,
@@ -224,22 +220,41 @@ class Client(Connection):
         frame = self._codec.encode(
             wire.CALL, seq, spec, values, arrays, rows, places, self._calls, in_memory
         )
-        if len(frame) > self._max_bytes + sockets.MESSAGE_SLACK:
+        if len(frame) > self._max_bytes + links.MESSAGE_SLACK:
             call.release()
             raise self._too_large(call.method, len(frame))
         return frame
 
-    def _transmit(self, seq: int, call: Call) -> None:
-        """Sends a call, by the short cut if it overtakes no other call there."""
-        if self._lane and not self._detours and self._lane.send(call.frame):
+    def _transmit(self, call: Call) -> None:
+        """Sends a call, and its memory before that. Holds the lock."""
+        link = self._link
+        if link is None:
+            return  # It has just ended; the next one gets all open calls.
+        call.sent = True
+        if call.request is not None and call.request.shared is not link:
+            self._share(call, call.request, link)
+        if call.reply is not None and call.reply.shared is not link:
+            self._share(call, call.reply, link)
+        link.send(call.frame)
+
+    def _share(self, call: Call, block: buffers.Block, link: links.Link) -> None:
+        """Passes a block, or puts all into the frame if the link cannot do that."""
+        if isinstance(link, links.LocalLink):
+            link.share(block)
             return
-        if self._lane:
-            self._detours.add(seq)
-        self._socket.send(call.frame)
+        old = self._codec.decode(call.frame)
+        arrays: list = []
+        if call.request is not None:
+            arrays = structures.payload_arrays(old.spec, call.request.pages)
+        elif old.spec.nbytes:
+            arrays = structures.payload_arrays(old.spec, old.frame, old.start)
+        call.frame = self._codec.encode(
+            wire.CALL, old.seq, old.spec, old.values, arrays, old.rows, open=old.open
+        )
 
     def wait_for(self, future: Future, timeout: float | None) -> None:
         """Receives until a future is done, or waits for the thread that does."""
-        if self._listener.serve(future, timeout, self._receive):
+        if self._turn.serve(future, timeout, self._receive):
             if self._calls:
                 self.attend()  # Whoever waits for those was told to sleep.
             return
@@ -256,8 +271,6 @@ class Client(Connection):
             call = self._calls.pop(seq, None)
             if call is None:
                 return  # The answer to a call that was sent twice.
-            if self._detours:
-                self._detours.discard(seq)
             if self._waiting:
                 self._changed.notify()
         spec, values, frame, start = reply
@@ -265,7 +278,7 @@ class Client(Connection):
         self._counts.replies += 1
         self._counts.received_bytes += nbytes
         self._latencies.append(time.perf_counter() - call.started)
-        if nbytes >= memory.THRESHOLD:
+        if nbytes >= buffers.THRESHOLD:
             self._reply_bytes[call.method] = spec.room
         try:
             if flags & wire.BULK:
@@ -284,7 +297,7 @@ class Client(Connection):
             self._counts.errors += 1
             call.set_error(RemoteError(**tree))
 
-    def _leased(self, call: Call, spec: layout.Spec) -> Any:
+    def _leased(self, call: Call, spec: structures.Spec) -> Any:
         """The memory which was offered for a reply, and which it lies in."""
         if call.reply is None or call.reply.size < spec.nbytes:
             raise wire.WireError("a reply in memory that was not offered")
@@ -305,12 +318,23 @@ class Client(Connection):
         for call in calls:
             # Its memory is not reused: the server may still write there.
             call.set_error(error)
-        self._listener.interrupt()
+        self._turn.interrupt()
 
-    def _send_open_calls(self) -> None:
-        self._detours.clear()
-        for seq, call in self._calls.items():
-            self._transmit(seq, call)
+    def _send_open_calls(self, restarted: bool) -> list[Future]:
+        failed: list[Future] = []
+        for seq, call in list(self._calls.items()):
+            if restarted and call.sent:
+                # Its memory is not reused: the other server may still write there.
+                failed.append(self._calls.pop(seq))
+            else:
+                self._transmit(call)
+        return failed
+
+    def _restarted(self) -> Disconnected:
+        return Disconnected(
+            f"{self.name}: the server at {self.addr} was restarted. Whether the call "
+            "was applied before is not known."
+        )
 
     def _lost(self) -> None:
         if not self._autoconn:

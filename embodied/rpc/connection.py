@@ -1,95 +1,206 @@
 """A client's connection: how it is made, kept alive and made again. Any process.
 
-ZeroMQ connects, with keys. The client then says HELLO; the server's WELCOME tells it
-whether they share memory, and how to open the lane beside ZeroMQ. A background thread
-receives while nobody waits, sends signs of life, and says HELLO again after a
-reconnect.
+A background thread chooses the link, receives while nobody waits, sends signs of life,
+and says HELLO again after a reconnect. The local link is tried first. Where there is
+none, ZeroMQ waits for the server; once that is there, the local link is tried again,
+since the server of this host may have started meanwhile.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import secrets
+import select
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-import zmq
-from zmq.utils.monitor import parse_monitor_message
+from embodied.rpc import auth, buffers, links, wire
+from embodied.rpc.calls import PENDING, Future, RemoteError, Statistics
+from embodied.rpc.links import DOWN, UP, Link, LinkEnded, LocalLink
+from embodied.rpc.threads import Poller, Wakeup
 
-from embodied.rpc import auth, memory, sockets, wire
-from embodied.rpc.calls import RemoteError
-from embodied.rpc.lane import Lane
-from embodied.rpc.listener import Listener
-from embodied.rpc.server import contents
-from embodied.rpc.statistics import Statistics
+RETRY_SECONDS = 0.2  # Until a local link is tried again, if there may be no other.
 
 log = logging.getLogger("embodied.rpc")
 
-# Handshakes that fail without a reason: the keys do not match, or the connection is
-# cut again and again. So many in a row, over so many seconds, count as the former; from
-# a server whose keys did match before, they have to go on for longer.
-FAILED_HANDSHAKES = 8
-FAILED_SECONDS, FAILED_SECONDS_IF_KNOWN = 4.0, 60.0
+
+class ReceiveTurn:
+    """Hands the turn to receive to one thread of a client at a time.
+
+    A thread that waits for a result takes the turn and polls the link itself; the
+    background thread then stays asleep. On Linux the switch is one change of an epoll
+    set, which wakes nobody. Elsewhere both wake up, and one finds nothing.
+
+    The change takes microseconds. So the background thread stays off until somebody
+    needs it: a call beside another, a callback, a look at whether a call is done. One
+    call at a time, waited for, needs it never. What else arrives, it finds when it
+    sends its next heartbeat.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._interrupt = Wakeup()
+        self.control = Wakeup()  # Makes the background thread look around.
+        self._arrivals = Poller()
+        self._arrivals.add(self._interrupt.fileno())
+        self._background = Poller()
+        self._background.add(self.control.fileno())
+        self._switch: Any = None
+        self._attends = True  # Whether the background thread listens to arrivals.
+        self._switching = threading.Lock()
+        if hasattr(select, "epoll"):
+            self._inner = self._arrivals.fileno()
+            self._background.add(self._inner)
+            self._switch = self._background.modify
+
+    def add(self, link: Link) -> None:
+        """Receives from a link."""
+        for descriptor in link.descriptors:
+            self._arrivals.add(descriptor)
+            if not self._switch:
+                self._background.add(descriptor)
+        if link.events_descriptor >= 0:
+            self._background.add(link.events_descriptor)
+        self.interrupt()  # Elsewhere than on Linux, who waits now does not see it.
+
+    def remove(self, link: Link) -> None:
+        """Receives from a link no longer. It must still be open."""
+        for descriptor in link.descriptors:
+            self._arrivals.remove(descriptor)
+            if not self._switch:
+                self._background.remove(descriptor)
+        if link.events_descriptor >= 0:
+            self._background.remove(link.events_descriptor)
+
+    def blocked(self, link: LocalLink, blocked: bool) -> None:
+        """Waits, or does not wait any more, for room in a link's socket."""
+        events = select.POLLIN | (select.POLLOUT if blocked else 0)
+        try:
+            self._arrivals.modify(link.fileno, events)
+        except OSError:
+            return  # It was closed meanwhile.
+        if blocked:
+            self.attend()
+
+    def serve(
+        self, future: Future, timeout: float | None, handle: Callable[[list], None]
+    ) -> bool:
+        """Receives until a future is done or time is over; False if another does.
+
+        Args:
+          future: what the calling thread waits for.
+          timeout: for how many seconds.
+          handle: called with the descriptors at which something arrived.
+
+        Afterwards nobody listens until `attend` is called, or the next who waits.
+        """
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while future.state == PENDING:
+                if self._attends:
+                    self._rest()
+                if deadline is not None:
+                    timeout = deadline - time.monotonic()
+                    if timeout <= 0:
+                        break
+                handle(self._arrivals.wait(timeout))
+        finally:
+            self._turn.release()
+        return True
+
+    def attend(self) -> None:
+        """Lets the background thread listen, unless another has the turn."""
+        if self._attends:
+            return
+        with self._switching:
+            if not self._attends and not self._turn.locked():
+                self._switch(self._inner, select.POLLIN)
+                self._attends = True
+
+    def _rest(self) -> None:
+        """Lets the background thread sleep, whatever arrives."""
+        if self._switch:
+            with self._switching:
+                self._switch(self._inner, 0)
+                self._attends = False
+
+    @property
+    def taken(self) -> bool:
+        """Whether a thread has the turn."""
+        return self._turn.locked()
+
+    def interrupt(self) -> None:
+        """Makes the thread that has the turn look at its future again."""
+        self._interrupt.set()
+
+    def interrupted(self, descriptor: int) -> None:
+        """Takes an interrupt back, if it is what a descriptor stands for."""
+        if descriptor == self._interrupt.fileno():
+            self._interrupt.clear()
+
+    def background(self, timeout: float) -> list[tuple[int, int]]:
+        """Waits for what is the background thread's; returns where things arrived."""
+        control = self.control.fileno()
+        if any(fd == control for fd, _ in self._background.wait(timeout)):
+            self.control.clear()
+        return [] if self.taken else self._arrivals.wait(0)
+
+    def close(self) -> None:
+        """Frees the descriptors. No thread may wait any more."""
+        with self._turn, self._switching:
+            self._attends = True  # There is nothing to switch any more.
+            self._arrivals.close()
+            self._background.close()
+            self._interrupt.close()
+            self.control.close()
 
 
 class Connection:
-    """One client's end of a connection; what is done with answers is the client's.
+    """One client's end of a connection. `Client` adds what is done with answers.
 
     Args:
       addr: HOST:PORT or a port of this machine.
-      name: of the thread, and for messages.
-      hello: what the server is told about the client.
+      hello: the introduction of the client; see `sessions.make_hello`.
       keys: of the server and of this client; None for a server without keys.
-      bulk: use shared memory where the server is on the same machine.
+      link: 'local', 'remote', or 'auto' for the first of them that works.
     """
 
     def __init__(
         self,
         addr: str | int,
-        name: str,
         hello: dict[str, Any],
         keys: auth.Keys | None,
-        bulk: bool,
+        link: str,
     ):
-        self.name = name
-        self.addr = sockets.connect_address(addr)
-        self._hello = {**hello, "host": memory.host_facts() if bulk else {}}
+        if link not in links.KINDS:
+            raise ValueError(
+                f"Expected a link among {', '.join(links.KINDS)}, got {link!r}."
+            )
+        self.name = name = hello["name"]
+        self.addr = auth.connect_address(addr)
+        self._keys = keys
+        self._kind = link
+        self._hello = hello
         self._codec = wire.Codec()
-        self._arena = memory.Arena() if bulk and memory.AVAILABLE else None
-        self._memory: memory.Arena | None = None  # If the server can map it.
+        self._arena = buffers.Arena()
+        self._memory: buffers.Arena | None = None  # While the link can pass it.
         self._max_bytes = self._codec.max_bytes
         self._statistics = Statistics(name)
         # Guards the state of the connection, and what the client adds. Sending is
         # done under it too, so that calls leave in the order of their numbers.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._link: Link | None = None
         self._welcome = False  # Whether the server knows us.
         self._linked = False  # Whether it did since the connection was made.
+        self._server = ""  # Identity of the one that welcomed us last.
         self._failure: Exception | None = None
-        self._known = False  # Whether the keys have ever matched.
-        self._handshakes_failed = 0  # In a row.
-        self._failing_since = 0.0
         self._heartbeat = 2.0
-        self._identity = secrets.token_bytes(16)
-        self._lane: Lane | None = None  # The short cut, while it is open.
-        self._context = zmq.Context()
-        socket = sockets.client_socket(self._context, self.addr, self._identity, keys)
-        self._monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_DISCONNECTED
-        )
-        swallowed = sockets.Wakeup()
-        self._socket = sockets.LockedSocket(socket, swallowed)
-        self._socket_descriptors = (self._socket.fileno, swallowed.fileno())
-        self._listener = Listener(
-            self._socket.fileno, swallowed, sockets.descriptor(self._monitor)
-        )
-        socket.connect(f"tcp://{self.addr}")
+        self._retry_at = 0.0
+        self._turn = ReceiveTurn()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -97,8 +208,13 @@ class Connection:
         """Takes in the answer to a call: its number, kind, flags and contents."""
         raise NotImplementedError
 
-    def _send_open_calls(self) -> None:
-        """Sends the calls that have no answer. Holds the lock."""
+    def _send_open_calls(self, restarted: bool) -> list[Future]:
+        """Sends the calls that have no answer. Holds the lock.
+
+        Args:
+          restarted: whether the server is another one than before. Calls that were
+            sent to that one are not sent; they are returned.
+        """
         raise NotImplementedError
 
     def _lost(self) -> None:
@@ -109,28 +225,31 @@ class Connection:
         """Ends all open calls, and every later one, with an error."""
         raise NotImplementedError
 
+    def _restarted(self) -> Exception:
+        """The error of calls that were sent to a server that is gone."""
+        raise NotImplementedError
+
     # Any thread that receives.
 
     def _receive(self, ready: list[tuple[int, int]]) -> None:
         """Handles what arrived at the descriptors that are ready."""
-        lane = self._lane
-        for descriptor, _ in ready:
-            if lane is not None and descriptor == lane.fileno:
-                frame = lane.receive()
-                if frame:
+        link = self._link
+        for descriptor, events in ready:
+            if link is None or descriptor not in link.descriptors:
+                self._turn.interrupted(descriptor)
+                continue
+            if events & select.POLLOUT and isinstance(link, LocalLink):
+                link.flush()
+            try:
+                for frame in link.receive():
                     known = self._codec.decode_known(frame)
                     if known is not None:
                         self._answer(*known)
                     else:
                         self._decode(frame)
-                elif frame is not None:
-                    self._lane_ended(lane)
-            elif descriptor in self._socket_descriptors:
-                for parts in self._socket.receive():
-                    if len(parts) == 1:  # No server of ours sends anything else.
-                        self._decode(contents(parts[0]))
-            else:
-                self._listener.interrupted(descriptor)
+            except LinkEnded:
+                self._end_link(link)
+                return
 
     def _decode(self, frame: Any) -> None:
         try:
@@ -154,115 +273,129 @@ class Connection:
 
     def _welcomed(self, welcome: dict) -> None:
         with self._changed:
-            self._memory = self._arena if welcome["bulk"] else None
+            restarted = self._server not in ("", welcome["server"])
+            self._server = welcome["server"]
+            self._memory = self._arena if isinstance(self._link, LocalLink) else None
             self._max_bytes = welcome["max_bytes"]
             self._heartbeat = welcome["heartbeat"]
             self._welcome = self._linked = True
-            self._open_lane(welcome["lane"])
-            self._send_open_calls()
+            failed = self._send_open_calls(restarted)
             self._changed.notify_all()
-
-    def _open_lane(self, offer: list | None) -> None:
-        self._close_lane()
-        if offer and self._arena:
-            self._lane = Lane.connect(offer[0], self._identity, offer[1])
-            if self._lane:
-                self._listener.add(self._lane.fileno)
-
-    def _close_lane(self) -> None:
-        with self._lock:
-            lane, self._lane = self._lane, None
-        if lane:
-            self._listener.remove(lane.fileno)
-            while frame := lane.receive():  # Answers that came before its end.
-                self._decode(frame)
-            lane.close()
-
-    def _lane_ended(self, lane: Lane) -> None:
-        with self._lock:
-            if lane is self._lane:
-                self._close_lane()
-                if self._welcome:
-                    self._say_hello()  # If the server lives, it offers another.
+        for call in failed:
+            call.set_error(self._restarted())
+        if failed:
+            self._turn.interrupt()
 
     def _say_hello(self) -> None:
         with self._lock:
-            self._close_lane()
             self._welcome = False
-            self._send_control(wire.HELLO, self._hello)
-            self._listener.attend()
+            if self._link is not None:
+                self._link.send(self._codec.control(wire.HELLO, self._hello))
+            self._turn.attend()
 
-    def _send_control(self, kind: int, data: Any = None) -> None:
-        structure, arrays, values = wire.flatten(data)
-        spec = self._codec.spec("", structure)
-        frame = self._codec.encode(kind, wire.NO_CALL, spec, values, arrays)
-        self._socket.send(frame)
-
-    # The background thread.
-
-    def _run(self) -> None:
-        next_beat = time.monotonic() + self._heartbeat
-        # A ZeroMQ descriptor signals nothing before the first look at its socket.
-        self._connection_events()
-        while not self._closing.is_set():
-            wait = max(0, next_beat - time.monotonic())
-            self._receive(self._listener.background(wait))
-            self._connection_events()
-            if self._listener.taken:
-                # It took the turn meanwhile, and may wait for what came here.
-                self._listener.interrupt()
-            now = time.monotonic()
-            if now >= next_beat:
-                next_beat = now + self._heartbeat
-                if self._welcome:
-                    self._send_control(wire.HEARTBEAT)
-        if self._welcome:
-            self._send_control(wire.BYE)
-        self._close_lane()
-        self._monitor.close()
-        self._socket.close()
-        self._context.destroy(linger=200)  # For the BYE.
-        self._listener.close()
-
-    def _connection_events(self) -> None:
-        while True:
-            try:
-                parts = self._monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+    def _end_link(self, link: Link) -> None:
+        """Gives up a link that has ended; the background thread opens another."""
+        with self._lock:
+            if link is not self._link:
                 return
-            message = parse_monitor_message(parts)
-            event, value = message["event"], int(message["value"])
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._known, self._handshakes_failed = True, 0
-                self._say_hello()
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._disconnected()
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._refused("it does not allow this client's key")
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self._refused("one of the two uses keys and the other does not")
-            elif value != errno.EAGAIN:  # That is a server too busy to answer.
-                self._handshake_failed()
-
-    def _handshake_failed(self) -> None:
-        now = time.monotonic()
-        if not self._handshakes_failed:
-            self._failing_since = now
-        self._handshakes_failed += 1
-        seconds = FAILED_SECONDS_IF_KNOWN if self._known else FAILED_SECONDS
-        enough = now - self._failing_since >= seconds
-        if enough and self._handshakes_failed >= FAILED_HANDSHAKES:
-            self._refused("its key is not the one expected")
+            self._link = None
+            self._turn.remove(link)
+            link.close()
+        self._disconnected()
+        self._turn.control.set()
 
     def _disconnected(self) -> None:
         with self._changed:
-            self._close_lane()
             self._welcome = False
+            self._memory = None
             was_linked, self._linked = self._linked, False
             if not was_linked:
                 return
             self._statistics.counts.reconnects += 1
         self._lost()
+
+    # The background thread.
+
+    def _run(self) -> None:
+        next_beat = time.monotonic() + self._heartbeat
+        while not self._closing.is_set():
+            if self._link is None and time.monotonic() >= self._retry_at:
+                self._use(self._open_link())
+            due = next_beat if self._link else min(next_beat, self._retry_at)
+            self._receive(self._turn.background(max(0, due - time.monotonic())))
+            self._handle_events()
+            if self._turn.taken:
+                # It took the turn meanwhile, and may wait for what came here.
+                self._turn.interrupt()
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + self._heartbeat
+                self._tell(wire.HEARTBEAT)
+        self._tell(wire.BYE)
+        with self._lock:
+            link, self._link = self._link, None
+        if link is not None:
+            self._turn.remove(link)
+            link.close()
+        self._turn.close()
+
+    def _tell(self, kind: int) -> None:
+        with self._lock:
+            if self._welcome and self._link is not None:
+                self._link.send(self._codec.control(kind))
+
+    def _open_link(self) -> Link | None:
+        """Opens a link; None if there is nobody yet."""
+        if self._kind != "remote":
+            local = self._open_local(look_up=False)
+            if local is not None or self._kind == "local":
+                return local
+        # Not at the top: clients that need no ZeroMQ do not load it.
+        from embodied.rpc.zmq_links import DealerLink
+
+        return DealerLink(self.addr, self._hello["client"], self._keys)
+
+    def _open_local(self, look_up: bool) -> Link | None:
+        link = links.connect_local(
+            self.addr, self._keys, self._codec.max_bytes, self._turn.control, look_up
+        )
+        if link is not None:
+            link.on_blocked = self._turn.blocked
+        return link
+
+    def _use(self, link: Link | None) -> None:
+        """Takes a link in place of the one before."""
+        if link is None:
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            return
+        with self._lock:
+            before, self._link = self._link, link
+            if before is not None:
+                self._turn.remove(before)
+            self._turn.add(link)
+        if before is not None:
+            before.close()
+        self._handle_events()
+
+    def _handle_events(self) -> None:
+        link = self._link
+        if link is None:
+            return
+        for event, reason in link.events():
+            if event == UP:
+                self._connected(link)
+            elif event == DOWN:
+                self._disconnected()
+            else:
+                self._refused(reason)
+
+    def _connected(self, link: Link) -> None:
+        if self._kind == "auto" and not isinstance(link, LocalLink):
+            local = self._open_local(look_up=True)
+            if local is not None:
+                self._use(local)
+                return
+        self._say_hello()
 
     def _refused(self, reason: str) -> None:
         self._fail(

@@ -1,33 +1,26 @@
-"""A server: answers calls of many clients over one socket. Any process.
+"""A server: answers calls of many clients. Any process.
 
 Threads: the loop receives, checks and hands out; workers call the bound functions and
 send the replies themselves; one thread runs what comes after replies. The loop waits
 on file descriptors only and uses no time while nothing comes. Quick batches it runs
-itself, see `embodied/rpc/loop.py`.
+itself, see `threads.Loop`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import zmq
-
-from embodied.rpc import auth, lane, memory, sockets, wire
-from embodied.rpc.lanes import Lanes
-from embodied.rpc.loop import Loop
-from embodied.rpc.methods import Job, Method, Output
-from embodied.rpc.outbox import Outbox
-from embodied.rpc.pause import Pause
-from embodied.rpc.pool import Afterwork, Pool
-from embodied.rpc.session import NEW, REFUSED, Session, Sessions
-from embodied.rpc.statistics import Statistics
+from embodied.rpc import auth, buffers, links, structures, wire, zmq_links
+from embodied.rpc.calls import Statistics, Unanswered
+from embodied.rpc.links import Link
+from embodied.rpc.sessions import NEW, REFUSED, ClientSession, Outbox, Sessions
+from embodied.rpc.threads import Loop, Poller, PostThread, ThreadPool, Wakeup
 
 log = logging.getLogger("embodied.rpc")
 
@@ -36,11 +29,28 @@ CLIENT_TIMEOUT = 8.0  # Seconds of silence after which a client counts as gone.
 MAX_HELD = 1000  # Clients that wait to be let in.
 
 
-class Unanswered(Exception):
-    """Raised by a bound function that ends before it can answer.
+class Method(NamedTuple):
+    """A function that clients can call."""
 
-    The caller hears nothing, and sends the call again to the server that comes next.
-    """
+    name: str
+    workfn: Callable
+    postfn: Callable | None
+    pool: ThreadPool
+    schema: dict | None
+    batching: Any  # What a BatchServer needs; None for a plain method.
+    checked: set[tuple[structures.Spec, int]]  # Shapes that fit the schema.
+
+
+class QueuedCall(NamedTuple):
+    """One call that waits for a worker, or is worked on."""
+
+    session: ClientSession
+    seq: int
+    method: Method
+    arguments: tuple
+    reply_memory: Any  # Where the client wants large replies, or None.
+    ticket: int | None
+    received: float
 
 
 class Server:
@@ -59,6 +69,8 @@ class Server:
       insecure: no keys at all: everyone who reaches the address may call.
       max_bytes: of the arrays of one message.
       backlog: results that may wait for their `postfn` before workers wait too.
+      on_failure: called with an error that ends the server's loop for good; `close`
+        raises it, too. The server answers nobody any more, and its owner should end.
     """
 
     def __init__(
@@ -71,36 +83,38 @@ class Server:
         insecure: bool = False,
         max_bytes: int = 1 << 30,
         backlog: int = 16,
+        on_failure: Callable[[Exception], None] | None = None,
     ):
         self.name = name
-        self.addr = sockets.bind_address(addr, keys, insecure)
+        self.addr = auth.bind_address(addr, keys, insecure)
         self._keys = None if insecure else keys or auth.Keys.default()
         self._identity = secrets.token_hex(8)  # Tells a restarted server apart.
         self._codec = wire.Codec(max_bytes)
         self._statistics = Statistics(name)
         self._outbox = Outbox(name, self._codec, self._statistics)
         self._methods: dict[str, Method] = {}
-        self._pool = Pool(workers, name, self._work)
+        self._pool = ThreadPool(workers, name, self._work)
         self._pools = [self._pool]
-        self._post = Afterwork(f"{name}-post", backlog, self._post_failed)
-        self._pause = Pause(name)
-        self._wakeup = sockets.Wakeup()
-        self._poller = sockets.Poller(self._wakeup.fileno())
-        self.sessions = Sessions(CLIENT_TIMEOUT)
-        self._lanes: Lanes | None = None  # Set while it runs, like the next two.
-        self._loop = Loop(name, self._step)
-        self._held: set[bytes] = set()  # Clients that are not let in yet.
+        self._post = PostThread(f"{name}-post", backlog, self._post_failed)
+        self._wakeup = Wakeup()
+        self._poller = Poller()
+        self._poller.add(self._wakeup.fileno(), lambda _: self._wakeup.clear())
+        self.sessions = Sessions(CLIENT_TIMEOUT, self._discard)
+        self._listeners: list[Any] = []  # Set while it runs.
+        self._loop = Loop(name, self._step, self._failed)
+        self._on_failure = on_failure
+        self._failure: Exception | None = None
+        self._held: set[Link] = set()  # Of clients that are not let in yet.
         self._expire_at = 0.0
+        self._started = False
         self._closing = threading.Event()
-        self._context: zmq.Context | None = None
-        self._gate: auth.Gate | None = None
 
     @staticmethod
     def check(
         addr: str | int, *, keys: auth.Keys | None = None, insecure: bool = False
     ) -> None:
         """Raises AuthError or ValueError if a server could not listen there."""
-        sockets.check_free(sockets.bind_address(addr, keys, insecure))
+        auth.check_free(auth.bind_address(addr, keys, insecure))
 
     def bind(
         self,
@@ -109,8 +123,6 @@ class Server:
         postfn: Callable | None = None,
         workers: int = 0,
         schema: dict | None = None,
-        once: bool = False,
-        output: bool = False,
     ) -> None:
         """Offers a function to clients.
 
@@ -121,68 +133,47 @@ class Server:
           postfn: called with `info` after the reply, in the order of the calls.
           workers: threads of its own; 0 shares those of the server.
           schema: {key: (dtype, shape)} of the first argument, checked on arrival.
-          once: answered calls are part of `save`, so that they are not applied
-            again when the server restarts from there.
-          output: workfn takes a keyword `output`, an `Output` for its reply.
         """
         pool = self._own_pool(name, workers)
-        self._add(Method(name, workfn, postfn, pool, schema, once, output, None, set()))
+        self._add(Method(name, workfn, postfn, pool, schema, None, set()))
 
     def start(self, block: bool = True) -> None:
         """Starts to answer; with `block`, returns when the server is closed."""
-        if self._context or self._closing.is_set():
+        if self._started or self._closing.is_set():
             raise RuntimeError(f"Server {self.name} was started before.")
-        context = zmq.Context()
-        try:
-            if self._keys:
-                self._gate = auth.Gate(context, self._keys)
-                self._poller.add(self._gate.fileno)
-            socket = sockets.server_socket(
-                context, self.addr, self._keys, self._codec.max_bytes
-            )
-        except BaseException:
-            context.destroy(linger=0)
-            raise
-        self._context = context
-        self._socket = sockets.LockedSocket(socket, self._wakeup)
-        self._outbox.socket = self._socket
-        self._poller.add(self._socket.fileno)
-        if lane.AVAILABLE:
-            self._lanes = Lanes(self._poller, self.sessions, self._lane_frame)
+        self._listeners = self._listen()
+        self._started = True
         for pool in self._pools:
             pool.start()
         self._post.start()
         self._expire_at = time.monotonic() + HEARTBEAT
         self._loop.start()
         if block:
-            self._closing.wait()
             self._loop.join()
+            self._check_failure()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ends: running calls are answered, waiting ones are left to be sent again.
+        """Ends: running calls are answered, waiting ones fail at the next server.
 
         Raises:
           TimeoutError: a function did not return in time; its thread is left behind.
+          RuntimeError: the server has failed before.
         """
-        if self._closing.is_set() or not self._context:
+        if self._closing.is_set() or not self._started:
             self._closing.set()
             return
         deadline = time.monotonic() + timeout
         self._closing.set()
-        self._pause.close()
         self._loop.close()
         self._wakeup.set()
         ended = [self._loop.join(deadline)]
         ended += [pool.stop(deadline) for pool in self._pools]
         ended.append(self._post.stop(deadline))
-        if self._lanes:
-            self._lanes.close()
-        self._socket.close()
-        if self._gate:
-            self._gate.close()
-        self._context.destroy(linger=500)  # For the last replies.
+        for listener in self._listeners:
+            listener.close()
         self._poller.close()
         self._wakeup.close()
+        self._check_failure()
         if not all(ended):
             raise TimeoutError(
                 f"Server {self.name}: a bound function did not return within "
@@ -190,24 +181,12 @@ class Server:
             )
 
     def __enter__(self) -> Server:
-        if not self._context:
+        if not self._started:
             self.start(block=False)
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def paused(self, timeout: float = 60.0) -> contextlib.AbstractContextManager[None]:
-        """No call of a `once` method runs inside: state and `save` belong together."""
-        return self._pause.saving(timeout)
-
-    def save(self) -> dict:
-        """The answered calls of `once` methods, as a tree for a checkpoint."""
-        return self.sessions.save()
-
-    def load(self, data: dict) -> None:
-        """Takes over what `save` returned. Call it before `start`."""
-        self.sessions.load(data)
 
     def stats(self) -> dict[str, float]:
         """Counts and rates since the last call, queue lengths, and latencies."""
@@ -230,22 +209,52 @@ class Server:
     @property
     def rejected(self) -> dict[str, int]:
         """Messages and handshakes that were not served, by reason, since the start."""
-        refused = sum(self._gate.refused.values()) if self._gate else 0
+        refused = sum(getattr(x, "refused", 0) for x in self._listeners)
         return {**self._statistics.rejected, **({"key": refused} if refused else {})}
 
-    def _own_pool(self, name: str, workers: int) -> Pool:
+    def _own_pool(self, name: str, workers: int) -> ThreadPool:
         if not workers:
             return self._pool
-        pool = Pool(workers, f"{self.name}-{name}", self._work)
+        pool = ThreadPool(workers, f"{self.name}-{name}", self._work)
         self._pools.append(pool)
         return pool
 
     def _add(self, method: Method) -> None:
-        if self._context:
+        if self._started:
             raise RuntimeError(f"Bind '{method.name}' before {self.name} starts.")
         if method.name in self._methods:
             raise ValueError(f"Server {self.name} has '{method.name}' already.")
         self._methods[method.name] = method
+
+    def _listen(self) -> list[Any]:
+        """Opens what links come in by.
+
+        The local one first: a client that finds the other looks for it.
+        """
+        options = (self.addr, self._keys, self._codec.max_bytes, self._poller)
+        listeners: list[Any] = []
+
+        def listen_locally() -> None:
+            try:
+                listeners.append(
+                    links.LocalListener(*options, self._receive, self._link_ended)
+                )
+            except OSError as error:
+                log.warning("%s has no local link: %s", self.name, error)
+
+        if links.LOCAL_AVAILABLE:
+            listen_locally()
+        try:
+            remote = zmq_links.RouterListener(
+                *options, self._receive, self._statistics.reject
+            )
+        except BaseException:
+            for listener in listeners:
+                listener.close()
+            raise
+        if links.LOCAL_AVAILABLE and not listeners:
+            listen_locally()  # The server before this one may have been ending.
+        return [*listeners, remote]
 
     # The loop thread.
 
@@ -254,33 +263,51 @@ class Server:
         if now >= self._expire_at:
             # If it is late, it was stopped itself, and has yet to hear what its
             # clients have said meanwhile.
-            if now < self._expire_at + HEARTBEAT:
-                self._expire()
+            late = now >= self._expire_at + HEARTBEAT
             self._expire_at = now + HEARTBEAT
+            if not late:
+                self._expire()
         due = self._due()
         if len(self.sessions) or self._held:
             due = self._expire_at if due is None else min(due, self._expire_at)
-        ready = self._poller.wait(None if due is None else max(0, due - now))
-        # Only those that have something: asking the others costs as much.
-        others = self._lanes.handle(ready) if self._lanes else [x[0] for x in ready]
-        if others:
-            self._handle_socket(others)
+        handlers = self._poller.handlers
+        for descriptor, events in self._poller.wait(
+            None if due is None else max(0, due - now)
+        ):
+            handler = handlers.get(descriptor)
+            if handler is not None:
+                handler(events)
         self._after_receive()
+
+    def _failed(self, error: Exception) -> None:
+        """Ends the server, whose loop cannot go on."""
+        self._failure = error
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"Server {self.name} has failed: {self._failure!r}"
+            ) from self._failure
 
     def _expire(self) -> None:
         self.sessions.expire()
         held, self._held = self._held, set()
-        for client in held:
-            self._outbox.control(client, wire.STRANGER)  # It says HELLO again.
-        if self._lanes:
-            self._lanes.expire()
+        for link in held:
+            self._outbox.control(link, wire.STRANGER)  # It says HELLO again.
+        for listener in self._listeners:
+            listener.expire()
 
-    def _handle_socket(self, ready: list[int]) -> None:
-        if self._gate and self._gate.fileno in ready:
-            self._gate.handle()
-        if self._socket.fileno in ready or self._wakeup.fileno() in ready:
-            for parts in self._socket.receive():
-                self._receive(parts)
+    def _discard(self, link: Link) -> None:
+        for listener in self._listeners:
+            listener.discard(link)
+
+    def _link_ended(self, link: Link) -> None:
+        """A client's process has ended, or it will introduce itself again."""
+        self._held.discard(link)
+        if link.session is not None and link.session.link is link:
+            self.sessions.lost(link.session)
 
     def _due(self) -> float | None:
         """When the loop has to wake up although nothing came."""
@@ -289,20 +316,8 @@ class Server:
     def _after_receive(self) -> None:
         """Called last, when all messages that were there have been looked at."""
 
-    def _receive(self, parts: list[zmq.Frame]) -> None:
-        if len(parts) != 2:
-            self._statistics.reject("parts", f"a message of {len(parts)} parts")
-            return
-        client = parts[0].bytes
-        if self._lanes:
-            # What a client sent before this by the short cut comes before this.
-            self._lanes.drain(client)
-        self._frame(client, contents(parts[1]))
-
-    def _lane_frame(self, session: Session, frame: bytes) -> None:
-        self._frame(session.client, frame)
-
-    def _frame(self, client: bytes, frame: Any) -> None:
+    def _receive(self, link: Link, frame: Any) -> None:
+        """Handles a frame; whatever it holds, others are served as before."""
         self._statistics.counts.received_bytes += len(frame)
         try:
             message = self._codec.decode(frame)
@@ -310,63 +325,52 @@ class Server:
             self._statistics.reject("undecodable", str(error))
             return
         try:
-            self._message(client, message)
+            self._message(link, message)
         except Exception:
-            self._mistake()
+            self._internal_error()
 
-    def _mistake(self) -> None:
-        """One of ours, which a message brought out, and which must not end others."""
+    def _internal_error(self) -> None:
+        """Counts an error of ours, which must not keep others from being served."""
         self._statistics.reject("internal", traceback.format_exc())
 
-    def _message(self, client: bytes, message: wire.Message) -> None:
+    def _message(self, link: Link, message: wire.Message) -> None:
         if message.kind == wire.HELLO:
-            self._hello(client, message)
+            self._hello(link, message)
             return
         if message.kind == wire.BYE:
-            # Not `get`, which would let in again whose lane has just ended.
-            leaving = self.sessions.find(client)
-            if leaving is not None:
-                self.sessions.bye(leaving)
+            if link.session is not None and link.session.link is link:
+                self.sessions.bye(link.session)
             return
-        session = self.sessions.get(client)
+        session = self.sessions.get(link)
         if session is None:
-            self._outbox.control(client, wire.STRANGER)
+            self._outbox.control(link, wire.STRANGER)
         elif message.kind == wire.CALL:
             self._call(session, message)
         elif message.kind != wire.HEARTBEAT:
             self._statistics.reject("kind", f"a message of kind {message.kind}")
 
-    def _hello(self, client: bytes, message: wire.Message) -> None:
+    def _hello(self, link: Link, message: wire.Message) -> None:
         try:
-            hello = wire.message_tree(message)
-            session = self.sessions.hello(client, hello)
-            if session is None:
-                self._hold(client)
+            if self.sessions.hello(link, wire.message_tree(message)) is None:
+                self._hold(link)
                 return
         except wire.WireError as error:
             self._statistics.reject("hello", str(error))
             refusal = {"kind": "hello", "message": str(error)}
-            self._outbox.control(client, wire.ERROR, refusal)
+            self._outbox.control(link, wire.ERROR, refusal)
             return
-        welcome = {
-            "server": self._identity,
-            "max_bytes": self._codec.max_bytes,
-            "bulk": session.memory.pid is not None,
-            "heartbeat": HEARTBEAT,
-            "lane": self._lanes.offer(session) if self._lanes else None,
-        }
-        self._outbox.control(client, wire.WELCOME, welcome)
+        welcome = make_welcome(self._identity, self._codec.max_bytes)
+        self._outbox.control(link, wire.WELCOME, welcome)
 
-    def _hold(self, client: bytes) -> None:
+    def _hold(self, link: Link) -> None:
         if len(self._held) >= MAX_HELD:
             raise wire.WireError(f"{MAX_HELD} clients wait to be let in already")
-        self._held.add(client)
+        self._held.add(link)
 
-    def _call(self, session: Session, message: wire.Message) -> None:
+    def _call(self, session: ClientSession, message: wire.Message) -> None:
         name = message.spec.method
         method = self._methods.get(name)
-        once = method is not None and method.once
-        if self._begin(session, message.seq, message.open, once):
+        if self._begin(session, message.seq, message.open):
             try:
                 self._check(method, message)
                 assert method is not None
@@ -375,17 +379,17 @@ class Server:
                 self._refuse(session, message.seq, name, error)
 
     def _refuse(
-        self, session: Session, seq: int, name: str, error: wire.WireError
+        self, session: ClientSession, seq: int, name: str, error: wire.WireError
     ) -> None:
         self._statistics.reject("request", f"{session.name}: {error}")
         text = f"Server {self.name} refused '{name[:100]}': {error}"
         self._outbox.finish(session, seq, self._outbox.error(seq, "bad", text))
 
     def _begin(
-        self, session: Session, seq: int, open_calls: Sequence[int], once: bool
+        self, session: ClientSession, seq: int, open_calls: Sequence[int]
     ) -> bool:
         """Registers a call; False if it is not to be applied, and was answered."""
-        state, reply = session.begin(seq, open_calls, once)
+        state, reply = session.begin(seq, open_calls)
         if state == NEW:
             self._statistics.counts.calls += 1
             return True
@@ -405,12 +409,16 @@ class Server:
         if method.schema is not None:
             shape = (message.spec, message.rows)
             if shape not in method.checked:
-                wire.check_schema(method.schema, message.spec.structure, message.rows)
+                structures.check_schema(
+                    method.schema, message.spec.structure, message.rows
+                )
                 if len(method.checked) >= wire.MAX_CACHED_SPECS:
                     method.checked.clear()
                 method.checked.add(shape)
 
-    def _accept(self, session: Session, message: wire.Message, method: Method) -> None:
+    def _accept(
+        self, session: ClientSession, message: wire.Message, method: Method
+    ) -> None:
         """Hands a call to a worker."""
         request, reply_memory = self._memory(session, message)
         if request is None:
@@ -424,66 +432,60 @@ class Server:
             raise wire.WireError("the arguments are not a tuple")
         ticket = self._post.ticket() if method.postfn else None
         now = time.perf_counter()
-        job = Job(session, message.seq, method, arguments, reply_memory, ticket, now)
+        job = QueuedCall(
+            session, message.seq, method, arguments, reply_memory, ticket, now
+        )
         method.pool.put(job, session.queues)
 
     def _memory(
-        self, session: Session, message: wire.Message
-    ) -> tuple[memory.Mapping | None, Any]:
-        """Maps the client's memory for a call's arrays and for its reply."""
+        self, session: ClientSession, message: wire.Message
+    ) -> tuple[buffers.Mapping | None, Any]:
+        """Finds the client's memory for a call's arrays and for its reply."""
         request, reply = message.places
+        if request == reply == wire.NOWHERE and not message.flags & wire.BULK:
+            return None, None
+        blocks = session.link.memory if session.link else None
+        if blocks is None:
+            raise wire.WireError("this client shares no memory with the server")
         request_memory = reply_memory = None
         if message.flags & wire.BULK:
-            request_memory = session.memory.map(request)
+            request_memory = blocks.find(request)
             if len(request_memory.pages) < message.spec.nbytes:
                 raise wire.WireError("the arrays are larger than their shared memory")
         if reply != wire.NOWHERE:
-            reply_memory = session.memory.map(reply).pages
+            reply_memory = blocks.find(reply).pages
         return request_memory, reply_memory
 
     # Worker threads.
 
     def _work(self, job: Any) -> None:
-        method, after, info, made = job.method, None, None, False
-        with self._applying(method) as allowed:
-            if not allowed:
-                self._drop(job)
-                return
-            try:
-                if method.output:
-                    output = Output(self._codec, job.reply_memory)
-                    result = method.workfn(*job.arguments, output=output)
-                    made = output.made
-                else:
-                    result = method.workfn(*job.arguments)
-                if method.postfn:
-                    result, info = result
-                spec, arrays, values = self._codec.result(method.name, result)
-                frame = self._outbox.reply(
-                    job.seq, spec, values, arrays, job.reply_memory, made
-                )
-                after = method.postfn
-            except Unanswered:
-                self._drop(job)
-                return
-            except Exception as error:
-                # Whatever a bound function raises belongs to its caller.
-                frame = self._outbox.exception(job.seq, method.name, error)
-            self._outbox.finish(job.session, job.seq, frame)
+        method, after, info = job.method, None, None
+        if self._closing.is_set():
+            self._drop(job)
+            return
+        try:
+            result = method.workfn(*job.arguments)
+            if method.postfn:
+                result, info = result
+            spec, arrays, values = self._codec.result(method.name, result)
+            frame = self._outbox.reply(job.seq, spec, values, arrays, job.reply_memory)
+            after = method.postfn
+        except Unanswered:
+            self._drop(job)
+            return
+        except Exception as error:
+            # Whatever a bound function raises belongs to its caller.
+            frame = self._outbox.exception(job.seq, method.name, error)
+        self._outbox.finish(job.session, job.seq, frame)
         self._statistics.latencies.append(time.perf_counter() - job.received)
         if job.ticket is not None:
             self._post.put(job.ticket, after, info)
 
-    def _drop(self, job: Job) -> None:
-        """Leaves a call to be sent again, to the server that comes next."""
+    def _drop(self, job: QueuedCall) -> None:
+        """Leaves a call without an answer, since the server ends."""
         job.session.forget(job.seq)
         if job.ticket is not None:
             self._post.put(job.ticket, None)
-
-    def _applying(self, method: Method) -> contextlib.AbstractContextManager[bool]:
-        if method.once:
-            return self._pause.applying()
-        return contextlib.nullcontext(not self._closing.is_set())
 
     def _post_failed(self, error: BaseException) -> None:
         self._statistics.counts.post_errors += 1
@@ -491,7 +493,6 @@ class Server:
         log.error("%s: work after a reply failed:\n%s", self.name, text)
 
 
-def contents(frame: zmq.Frame) -> Any:
-    """The bytes of a frame; a copy of small ones, which are cheaper to look at."""
-    buffer = frame.buffer
-    return buffer if len(buffer) >= memory.THRESHOLD else bytes(buffer)
+def make_welcome(server: str, max_bytes: int) -> dict[str, Any]:
+    """Returns the answer to a HELLO, with the identity of the server."""
+    return {"server": server, "max_bytes": max_bytes, "heartbeat": HEARTBEAT}

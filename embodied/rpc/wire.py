@@ -22,33 +22,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embodied.rpc.layout import ALIGN, Spec, as_bytes
-from embodied.rpc.trees import (
-    MAX_DEPTH,
+from embodied.rpc.structures import (
+    ALIGN,
     MAX_LEAVES,
+    Spec,
     WireError,
+    as_bytes,
     as_lists,
-    check,
-    check_schema,
     check_structure,
-    dtype_name,
     flatten,
     pack,
-    unflatten,
     unpack,
 )
-
-__all__ = [  # What others use of this module and of the one below it.
-    "MAX_DEPTH",
-    "Codec",
-    "Message",
-    "WireError",
-    "check",
-    "check_schema",
-    "dtype_name",
-    "flatten",
-    "unflatten",
-]
 
 PRELUDE = struct.Struct("<4sBBHIIQ")  # Its last field is the number of the call.
 SEQ = struct.Struct("<Q")
@@ -62,7 +47,7 @@ BULK = 1  # The arrays lie in shared memory.
 PLACES = 2  # The extra part starts with two places in it, of request and reply.
 OPEN = 4  # Then come the numbers of other calls, and how many they are.
 
-PLACE = struct.Struct("<IIQ")  # Number, descriptor and size of a block of memory.
+PLACE = struct.Struct("<Q")  # Number of a block of shared memory; 0 for none.
 NOWHERE = bytes(PLACE.size)
 NO_CALL = (1 << 64) - 1  # The number of messages that belong to no call.
 
@@ -92,8 +77,8 @@ class Message(NamedTuple):
     start: int  # Where the payload begins in the frame.
 
 
-class Plan:
-    """What the data of a method looked like the last time; it mostly does again.
+class LastShape:
+    """Keys, dtypes and shapes of a method's last data; the next mostly has the same.
 
     Comparing a dict of arrays with it is much cheaper than to take it apart.
     """
@@ -130,7 +115,7 @@ class Codec:
         self._by_structure: dict[tuple, Spec] = {}
         self._by_bytes: dict[bytes, Spec] = {}
         self._heads: dict[bytes, tuple[int, int, int, int, int]] = {}
-        self._plans: dict[str, Plan] = {}
+        self._shapes: dict[str, LastShape] = {}
         # Size, head, spec in bytes, kind, spec and start of the last plain frame.
         self._last: tuple[int, bytes, bytes, int, Any, int] = (-1, b"", b"", 0, None, 0)
 
@@ -151,35 +136,35 @@ class Codec:
 
     def call(self, method: str, arguments: tuple) -> tuple[Spec, list, Sequence[Any]]:
         """Returns the spec, arrays and plain values of a call."""
-        plan = self._plans.get(method)
-        if plan is not None and len(arguments) == 1:
-            arrays = plan.arrays(arguments[0])
+        last = self._shapes.get(method)
+        if last is not None and len(arguments) == 1:
+            arrays = last.arrays(arguments[0])
             if arrays is not None:
-                return plan.spec, arrays, ()
+                return last.spec, arrays, ()
         structure, arrays, values = flatten(arguments)
         spec = self.spec(method, structure)
         if len(arguments) == 1:
-            self._keep_plan(method, spec, arguments[0], np.ndarray | np.generic)
+            self._keep_shape(method, spec, arguments[0], np.ndarray | np.generic)
         return spec, arrays, values
 
     def result(self, method: str, tree: Any) -> tuple[Spec, list, Sequence[Any]]:
         """Returns the spec, arrays and plain values of a method's result."""
         key = f"={method}"
-        plan = self._plans.get(key)
-        if plan is not None:
-            arrays = plan.arrays(tree)
+        last = self._shapes.get(key)
+        if last is not None:
+            arrays = last.arrays(tree)
             if arrays is not None:
-                return plan.spec, arrays, ()
+                return last.spec, arrays, ()
         structure, arrays, values = flatten(tree)
         spec = self.spec("", structure)
-        self._keep_plan(key, spec, tree, np.ndarray)
+        self._keep_shape(key, spec, tree, np.ndarray)
         return spec, arrays, values
 
-    def _keep_plan(self, key: str, spec: Spec, data: Any, kind: Any) -> None:
+    def _keep_shape(self, key: str, spec: Spec, data: Any, kind: Any) -> None:
         if type(data) is dict and all(isinstance(x, kind) for x in data.values()):
-            if len(self._plans) >= MAX_CACHED_SPECS:
-                self._plans.clear()
-            self._plans[key] = Plan(spec, data)
+            if len(self._shapes) >= MAX_CACHED_SPECS:
+                self._shapes.clear()
+            self._shapes[key] = LastShape(spec, data)
 
     @staticmethod
     def encode(
@@ -213,6 +198,11 @@ class Codec:
         if in_memory or not arrays:
             return head + encoded + extra
         return _with_payload([head, encoded, extra], spec, map(as_bytes, arrays))
+
+    def control(self, kind: int, data: Any = None) -> bytes:
+        """Builds the frame of a message that belongs to no call."""
+        structure, arrays, values = flatten(data)
+        return self.encode(kind, NO_CALL, self.spec("", structure), values, arrays)
 
     def decode(self, frame: Any) -> Message:
         """Checks a frame and returns what it says, without touching its arrays."""
@@ -249,14 +239,15 @@ class Codec:
             kind, flags, rows, seq, spec, values, places, open_calls, frame, start
         )
 
-    def decode_known(self, frame: bytes) -> tuple[int, int, int, Payload] | None:
+    def decode_known(self, frame: Any) -> tuple[int, int, int, Payload] | None:
         """Returns number, kind, flags and contents, if it looks like the last one.
 
         Answers to a client mostly do.
         """
         size, head, encoded, kind, spec, start = self._last
-        same = len(frame) == size and frame.startswith(head)
-        if same and frame.startswith(encoded, _PRELUDE_SIZE):
+        if len(frame) != size or type(frame) is not bytes:
+            return None
+        if frame.startswith(head) and frame.startswith(encoded, _PRELUDE_SIZE):
             (seq,) = SEQ.unpack_from(frame, _HEAD_SIZE)
             if seq != NO_CALL:
                 return seq, kind, 0, (spec, (), frame, start)

@@ -5,13 +5,13 @@ import gc
 import numpy as np
 import pytest
 
-from embodied.rpc import memory
+from embodied.rpc import buffers
 
-pytestmark = pytest.mark.skipif(not memory.AVAILABLE, reason="there is no memfd here")
+pytestmark = pytest.mark.skipif(not buffers.AVAILABLE, reason="there is no memfd here")
 
 
 def test_a_block_with_readers_outlives_the_garbage_collector():
-    arena = memory.Arena()
+    arena = buffers.Arena()
     block = arena.allocate(8192)
     place = block.place
     array = np.frombuffer(block.leased(), np.uint8)
@@ -26,7 +26,7 @@ def test_a_block_with_readers_outlives_the_garbage_collector():
 
 
 def test_blocks_that_are_free_are_used_again():
-    arena = memory.Arena()
+    arena = buffers.Arena()
     places = set()
     for _ in range(10):
         block = arena.allocate(8192)

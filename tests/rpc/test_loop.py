@@ -9,9 +9,9 @@ import numpy as np
 import psutil
 import pytest
 
-from embodied.rpc import BatchServer, Client, free_port
-from embodied.rpc.batches import QUICK_RUNS
-from embodied.rpc.loop import LATE, Loop
+from embodied.rpc import BatchServer, Client, Server, free_port
+from embodied.rpc.batching import QUICK_RUNS
+from embodied.rpc.threads import LATE, MAX_FAILURES, Loop
 
 WAIT = 10
 
@@ -133,6 +133,81 @@ class TestLoop:
         loop.close()
         done.set()
         assert loop.join(time.monotonic() + WAIT)
+
+
+class TestFailures:
+    def test_an_error_of_a_step_is_logged_and_survived(self, caplog):
+        steps = []
+
+        def step():
+            steps.append(len(steps))
+            if len(steps) % 2:
+                raise OSError("one of ours")
+            time.sleep(1e-3)
+
+        loop = Loop("loop", step, pytest.fail)
+        loop.start()
+        wait_until(lambda: len(steps) > 2 * MAX_FAILURES)
+        loop.close()
+        assert loop.join(time.monotonic() + WAIT)
+        assert "one of ours" in caplog.text
+
+    def test_errors_without_end_end_the_loop(self, monkeypatch, caplog):
+        monkeypatch.setattr("embodied.rpc.threads.FAILURE_PAUSE", 1e-4)
+        steps, failures = [], []
+
+        def step():
+            steps.append(None)
+            raise OSError("again and again")
+
+        loop = Loop("loop", step, failures.append)
+        loop.start()
+        assert loop.join(time.monotonic() + WAIT)
+        assert len(steps) == MAX_FAILURES
+        assert [str(error) for error in failures] == ["again and again"]
+
+    @pytest.mark.parametrize("where", ["_due", "_after_receive", "_expire"])
+    def test_a_server_goes_on_after_errors_outside_of_frames(self, where, monkeypatch):
+        monkeypatch.setattr("embodied.rpc.server.HEARTBEAT", 0.05)
+        server = Server(free_port(), "server")
+        server.bind("echo", lambda x: x)
+        works, failed = getattr(server, where), []
+
+        def fail():
+            if len(failed) < 5:
+                failed.append(None)
+                raise OSError("too many open files")
+            return works()
+
+        with server, Client(server.addr) as client:
+            assert client.echo(1).result(WAIT) == 1
+            monkeypatch.setattr(server, where, fail)
+            wait_until(lambda: client.echo(2).result(WAIT) and len(failed) == 5)
+            assert client.echo(3).result(WAIT) == 3
+            with Client(server.addr, link="remote") as other:
+                assert other.echo(4).result(WAIT) == 4
+
+    def test_a_server_that_cannot_go_on_tells_its_owner(self, monkeypatch):
+        monkeypatch.setattr("embodied.rpc.threads.FAILURE_PAUSE", 1e-4)
+        failures = []
+        server = Server(free_port(), "replay", on_failure=failures.append)
+        server.bind("echo", lambda x: x)
+        server.start(block=False)
+        monkeypatch.setattr(server, "_due", lambda: 1 // 0)
+        server._wakeup.set()
+        wait_until(lambda: failures)
+        assert isinstance(failures[0], ZeroDivisionError)
+        with pytest.raises(RuntimeError, match=r"Server replay has failed: .*Zero"):
+            server.close()
+
+    def test_a_server_that_cannot_go_on_ends_a_blocking_start(self, monkeypatch):
+        monkeypatch.setattr("embodied.rpc.threads.FAILURE_PAUSE", 1e-4)
+        server = Server(free_port(), "replay")
+        monkeypatch.setattr(server, "_due", lambda: 1 // 0)
+        with pytest.raises(RuntimeError, match="Server replay has failed"):
+            server.start(block=True)
+        with pytest.raises(RuntimeError, match="Server replay has failed"):
+            server.close()
 
 
 class Policy:

@@ -5,17 +5,26 @@ import threading
 import numpy as np
 import pytest
 
-from embodied.rpc import BatchServer, Client, Keys, Server, Unanswered, free_port
+from embodied.rpc import (
+    BatchServer,
+    Client,
+    Disconnected,
+    Keys,
+    Server,
+    Unanswered,
+    free_port,
+)
 
 WAIT = 20.0  # Seconds; far above what anything takes, also on a busy machine.
 
 
+@pytest.mark.parametrize("link", ["local", "remote"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [(Server, {}), (BatchServer, {}), (BatchServer, {"batch": 1})],
     ids=["plain", "not batched", "batched"],
 )
-def test_the_call_is_answered_by_the_server_that_comes_next(kind, options):
+def test_the_call_fails_when_the_next_server_is_there(kind, options, link):
     port, keys = free_port(), Keys.generate()
     called = threading.Event()
 
@@ -23,7 +32,7 @@ def test_the_call_is_answered_by_the_server_that_comes_next(kind, options):
         called.set()
         raise Unanswered("ending")
 
-    with Client(port, keys=keys) as client:
+    with Client(port, keys=keys, link=link) as client:
         future = client.double(np.array([4]))
         first = kind(port, keys=keys)
         first.bind("double", leave, **options)
@@ -31,6 +40,8 @@ def test_the_call_is_answered_by_the_server_that_comes_next(kind, options):
             assert called.wait(WAIT)
             assert not future.wait(0.2)
         second = kind(port, keys=keys)
-        second.bind("double", lambda value: 2 * value, **(options or {"once": True}))
+        second.bind("double", lambda value: 2 * value, **options)
         with second:
-            assert future.result(WAIT).tolist() == [8]
+            with pytest.raises(Disconnected, match="restarted"):
+                future.result(WAIT)
+            assert client.double(np.array([4])).result(WAIT).tolist() == [8]

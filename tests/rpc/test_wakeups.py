@@ -78,7 +78,7 @@ def test_callbacks_come_without_anybody_waiting(client, eager_switches):
 def test_nobody_spins_after_an_interrupt(client):
     """A wake-up that nobody waited for is taken back, not seen for ever."""
     client.echo(1).result(10)
-    client._listener.interrupt()
+    client._turn.interrupt()
     started = sum(psutil.Process().cpu_times()[:2])
     time.sleep(1)
     assert sum(psutil.Process().cpu_times()[:2]) - started < 0.3
@@ -151,9 +151,7 @@ def test_room_is_made_without_anybody_waiting():
 def test_waiting_for_one_call_after_another_switches_nothing(client, monkeypatch):
     client.echo(0).result(10)
     switches = []
-    monkeypatch.setattr(
-        client._listener, "_switch", lambda *args: switches.append(args)
-    )
+    monkeypatch.setattr(client._turn, "_switch", lambda *args: switches.append(args))
     for number in range(10):
         assert client.echo(number).result(10) == number
     assert not switches

@@ -121,7 +121,7 @@ class Actor:
                 actions, outputs, new = self._policy(seen, envids, bool(is_eval[0]))
         except Exception as error:
             self._on_fatal(error)
-            # Workers keep what they asked for an agent that may come back.
+            # Workers hear nothing, and wait for an agent that may come back.
             raise Unanswered("The policy has failed.") from error
         self._check.accepted(obs)
         reply = {**actions, "reset": seen["is_last"]}
@@ -274,7 +274,9 @@ def run_actor(
     """Serves until the learner is done, or has failed."""
     batch = args.actor_batch if args.actor_batch > 0 else max(1, args.envs // 2)
     envs = args.envs + args.eval_envs
-    server = wiring.make_server("BatchServer", args.actor_addr, "actor", args)
+    server = wiring.make_server(
+        *("BatchServer", args.actor_addr, "actor", args), on_failure=ending.fail
+    )
     clients = [
         wiring.make_client(address, f"actor-{name}", args, maxinflight=INFLIGHT)
         for name, address in (
@@ -319,7 +321,7 @@ def run_actor(
                 for client in clients:
                     client.close()
                 if actor.over:
-                    _see_off(server)
+                    _wait_for_goodbyes(server)
     finally:
         for client in clients:
             client.close()
@@ -344,7 +346,7 @@ def wait_for_envs(actor: Actor, args: Any) -> None:
     wiring.wait_until(actor.asked.wait, tell, lambda: actor.closing)
 
 
-def _see_off(server: Any) -> None:
+def _wait_for_goodbyes(server: Any) -> None:
     """Waits until the workers have learned that the run is over, but not for long."""
     gone = threading.Event()
 

@@ -1,6 +1,6 @@
 """Env workers: step environments and ask the actor for actions. Env processes.
 
-A worker with several environments has two halves of them: one half steps while the
+A worker with several environments has two groups of them: one group steps while the
 other waits for its actions.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from embodied.base import Env
 from embodied.driver import no_exit
-from embodied.rpc import RemoteError
+from embodied.rpc import Disconnected, RemoteError
 from embodied.run.console import STOPPING, show_messages, stop_on_signals
 from embodied.run.parallel import wiring
 from embodied.run.parallel.observations import SAME_TASK, ObservationError
@@ -36,7 +36,7 @@ LIMITS = {"SpaceError": 2, "UnusableEnv": 2, "ObservationError": 0}
 logger = logging.getLogger("embodied.run")
 
 
-class Half:
+class EnvGroup:
     """Environments that step together, and their next actions.
 
     Args:
@@ -53,6 +53,7 @@ class Half:
         is_eval: bool,
         progress: Progress | None = None,
     ):
+        self.envids = list(envids)
         self.rows = len(envids)
         self._progress = progress
         self._marks = {
@@ -69,9 +70,14 @@ class Half:
             self.close()
             raise
         self._spaces = self._envs[0].obs_space
+        self._act_space = self._envs[0].act_space
+        self.reset()
+
+    def reset(self) -> None:
+        """Lets all environments begin a new episode with the next step."""
         self.actions: dict[str, np.ndarray] = {
             key: np.zeros((self.rows, *space.shape), space.dtype)
-            for key, space in self._envs[0].act_space.items()
+            for key, space in self._act_space.items()
         }
         self.actions["reset"] = np.ones(self.rows, bool)
 
@@ -123,7 +129,7 @@ class EnvWorker:
     """Steps environments with the actions of an actor, until the run is over.
 
     Args:
-      halves: the environments; each half has one call open.
+      groups: the environments; each group has one call open.
       client: connection to the actor.
       progress: told while the worker waits for actions, which is not a hang.
       beat: seconds after which it is told again; 0 for never.
@@ -131,7 +137,7 @@ class EnvWorker:
 
     def __init__(
         self,
-        halves: Sequence[Half],
+        groups: Sequence[EnvGroup],
         client: Any,
         progress: Progress | None = None,
         beat: float = 0.0,
@@ -139,13 +145,13 @@ class EnvWorker:
         self._client = client
         self._progress = progress
         self._beat = beat
-        self._open: deque[tuple[Half, Any]] = deque()
-        for half in halves:
-            self._ask(half)
+        self._open: deque[tuple[EnvGroup, Any]] = deque()
+        for group in groups:
+            self._ask(group)
 
     def step(self) -> bool:
-        """Takes the actions of the half that has waited longest; False at the end."""
-        half, future = self._open.popleft()
+        """Takes the actions of the group that has waited longest; False at the end."""
+        group, future = self._open.popleft()
         try:
             self._wait(future)
             reply = future.result()
@@ -155,20 +161,27 @@ class EnvWorker:
             if error.type == ObservationError.__name__:
                 raise ObservationError(error.message) from None
             raise
-        if half.rows == 1:
+        except Disconnected as error:
+            # The actor may have stored this step. It must not be stored twice, and
+            # nothing can follow it if it was not: new episodes are right in both cases.
+            logger.info("Envs %s begin new episodes. %s", group.envids, error)
+            group.reset()
+            self._ask(group)
+            return True
+        if group.rows == 1:
             reply = {key: np.asarray(value)[None] for key, value in reply.items()}
-        if reply.keys() != half.actions.keys():
+        if reply.keys() != group.actions.keys():
             raise ObservationError(
-                f"Expected the actions {', '.join(sorted(half.actions))} from the "
+                f"Expected the actions {', '.join(sorted(group.actions))} from the "
                 f"actor, got {', '.join(sorted(reply))}. {SAME_TASK}"
             )
-        half.actions = reply
-        self._ask(half)
+        group.actions = reply
+        self._ask(group)
         return True
 
-    def _ask(self, half: Half) -> None:
-        rows = half.rows if half.rows > 1 else 0
-        self._open.append((half, self._client.call("act", half.step(), rows=rows)))
+    def _ask(self, group: EnvGroup) -> None:
+        rows = group.rows if group.rows > 1 else 0
+        self._open.append((group, self._client.call("act", group.step(), rows=rows)))
 
     def _wait(self, future: Any) -> None:
         """Waits for the actor, for as long as it takes."""
@@ -210,12 +223,12 @@ def run_worker(
     make_env = wiring.load_factory(make_env)
     name = worker_name(envids)
     middle = (len(envids) + 1) // 2
-    groups = [ids for ids in (envids[:middle], envids[middle:]) if len(ids)]
+    parts = [ids for ids in (envids[:middle], envids[middle:]) if len(ids)]
     with no_exit(), contextlib.ExitStack() as stack:
-        halves = []
-        for ids in groups:
-            halves.append(Half(make_env, ids, is_eval, progress))
-            stack.callback(halves[-1].close)
+        groups = []
+        for ids in parts:
+            groups.append(EnvGroup(make_env, ids, is_eval, progress))
+            stack.callback(groups[-1].close)
         client = stack.enter_context(
             wiring.make_client(
                 args.actor_addr,
@@ -230,7 +243,7 @@ def run_worker(
             first = args.env_offset in envids or progress is None
             wiring.connect(client, name, "actor", lambda: False, quiet=not first)
         # Often enough for a worker that is stopped while it waits to be noticed.
-        worker = EnvWorker(halves, client, progress, beat=args.env_timeout / 4)
+        worker = EnvWorker(groups, client, progress, beat=args.env_timeout / 4)
         while worker.step():
             pass
 

@@ -13,6 +13,7 @@ from typing import Any
 from embodied.base import Agent, Array, Tree
 from embodied.checkpoint import CheckpointError
 from embodied.clock import GlobalClock
+from embodied.rpc import Disconnected
 from embodied.run.metrics import Means
 from embodied.run.parallel import wiring
 from embodied.run.parallel.conductor import Conductor
@@ -194,7 +195,8 @@ def run_learner(
             conductor.save(trained=0)
             conductor.wait()
         ending.meet()
-        over.when(ended.wait_step(math.ceil(args.steps / replicas.count)))
+        steps = math.ceil(args.steps / replicas.count)
+        over.when(lambda: ended.wait_step(steps))
         stream = RemoteStream(samples, "train", AHEAD)
         over.opened(stream)
         batches = agent.stream(stream)
@@ -212,7 +214,7 @@ def run_learner(
 
 
 def _connect(replay: Any, log: Any, replicas: Replicas, stop: threading.Event) -> bool:
-    """Waits for whom the learner needs; False if it is told to stop before."""
+    """Waits for replay, logger and the other replicas; False if told to stop."""
     for client, whom in ((replay, "replay"), (log, "logger")):
         if not wiring.connect(client, "The learner", whom, stop.is_set):
             return False
@@ -299,9 +301,17 @@ class _Over:
     def __bool__(self) -> bool:
         return self._replicas.over(self._stop.is_set())
 
-    def when(self, future: Any) -> None:
-        """Ends the run when a call is answered."""
-        future.add_callback(lambda _: self._stop.set())
+    def when(self, ask: Callable[[], Any]) -> None:
+        """Ends the run when a call is answered; asks again if its server restarts."""
+
+        def answered(future: Any) -> None:
+            if isinstance(future.exception(0), Disconnected):
+                with contextlib.suppress(Disconnected):  # The client is closed.
+                    self.when(ask)
+                    return
+            self._stop.set()
+
+        ask().add_callback(answered)
 
     def opened(self, stream: RemoteStream) -> None:
         """Closes a stream when the run is over."""

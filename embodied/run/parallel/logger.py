@@ -159,7 +159,10 @@ def serve(role: LoggerRole, args: Any, stop: threading.Event) -> None:
     parts = checkpoint.load([LOGGER])
     if LOGGER in parts:
         role.load(parts[LOGGER])
-    server = wiring.make_server("Server", args.logger_addr, "logger", args)
+    server = wiring.make_server(
+        *("Server", args.logger_addr, "logger", args),
+        on_failure=lambda error: stop.set(),
+    )
 
     def save(tag: str) -> str:
         state = role.save()

@@ -215,7 +215,10 @@ def serve(role: ReplayRole, args: Any, stop: threading.Event) -> None:
     parts = checkpoint.load((TRAIN_REPLAY, EVAL_REPLAY, LIMITER))
     role.load(parts)
     role.clean(parts, checkpoint.listed(), checkpoint.root)
-    server = wiring.make_server("Server", args.replay_addr, "replay", args)
+    server = wiring.make_server(
+        *("Server", args.replay_addr, "replay", args),
+        on_failure=lambda error: stop.set(),
+    )
 
     def save(tag: str, trained: int) -> str:
         return checkpoint.write(tag, role.cut(trained), {})

@@ -88,7 +88,9 @@ def make_client(addr: str, name: str, args: Any, kind: str = "", **kwargs: Any) 
     """Makes a connection to a role, over `args.transport` or that of `kind`."""
     kind = kind or args.transport
     make = rpc.transport(kind).Client
-    return make(addr, name, **security(args, kind), **kwargs)
+    return make(
+        addr, name, link=args.get("link", "auto"), **security(args, kind), **kwargs
+    )
 
 
 def connect(

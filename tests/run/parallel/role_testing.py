@@ -10,7 +10,7 @@ import numpy as np
 
 import embodied
 from embodied.replay import Replay
-from embodied.rpc.future import Future
+from embodied.rpc import Future
 from embodied.streams import Consec, Stateless
 
 WAIT = 30.0  # Seconds; far above what anything takes, also on a busy machine.
@@ -44,6 +44,7 @@ DEFAULTS = {
     "env_offset": 0,
     "envs_per_worker": 1,
     "transport": "zmq",
+    "link": "auto",
     "keyfile": "",
     "insecure": False,
 }

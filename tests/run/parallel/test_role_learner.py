@@ -1,9 +1,14 @@
 """The learner without its connections, and its stream of batches."""
 
+import threading
+
 import pytest
 from role_testing import Background, CountingAgent, FakeClient, make_args, wait_until
 
-from embodied.run.parallel.learner import Learner
+from embodied.rpc import Disconnected
+from embodied.run.parallel.ending import Ending
+from embodied.run.parallel.learner import Learner, _Over
+from embodied.run.parallel.replicas import Replicas
 from embodied.run.parallel.streams import RemoteStream
 
 
@@ -133,7 +138,75 @@ class TestStream:
         with pytest.raises(StopIteration):
             next(stream)
 
+    def test_what_a_restarted_replay_was_asked_for_is_asked_again(self):
+        client = FakeClient(held=["sample_batch_train"])
+        stream = RemoteStream(client, "train", ahead=2)
+        with Background(next, stream) as task:
+            wait_until(lambda: len(client.open) == 3)
+            client.open[1].set_result({"number": 1})  # Its answer came before.
+            for index in (2, 0):
+                client.open[index].set_error(Disconnected("the server was restarted"))
+            wait_until(lambda: len(client.open) == 5)
+            assert [arguments[0] for _, arguments in client.calls] == [0, 1, 2, 0, 2]
+            client.open[4].set_result({"number": 2})
+            assert task.running
+            client.open[3].set_result({"number": 0})
+        assert task.result == {"number": 0}
+        client.open.clear()
+        assert next(stream) == {"number": 1}
+        assert next(stream) == {"number": 2}
+
+    def test_a_closed_connection_is_an_error(self):
+        client = FakeClient(sample_batch_train=Disconnected("the client is closed"))
+        calls = iter([client.call])
+        stream = RemoteStream(client, "train")
+
+        def call(*arguments):
+            for allowed in calls:
+                return allowed(*arguments)
+            raise Disconnected("the client is closed")
+
+        client.call = call
+        with pytest.raises(Disconnected):
+            next(stream)
+
     def test_an_error_is_raised(self):
         client = FakeClient(sample_batch_train=RuntimeError("broken"))
         with pytest.raises(RuntimeError, match="broken"):
             next(RemoteStream(client, "train"))
+
+
+class TestOver:
+    @pytest.fixture
+    def over(self):
+        ending = Ending(threading.Barrier(2), "learner", "actor")
+        with _Over(threading.Event(), ending, 0.0, Replicas()) as over:
+            yield over
+
+    def test_the_run_ends_with_the_answer(self, over):
+        client = FakeClient(held=["wait_step"])
+        over.when(lambda: client.wait_step(10))
+        assert not over
+        client.open[0].set_result(10)
+        assert over
+
+    def test_a_logger_that_is_restarted_is_asked_again(self, over):
+        client = FakeClient(held=["wait_step"])
+        over.when(lambda: client.wait_step(10))
+        for index in range(3):
+            client.open[index].set_error(Disconnected("the server was restarted"))
+            assert not over
+        assert client.sent("wait_step") == [(10,)] * 4
+        client.open[3].set_result(10)
+        assert over
+
+    def test_a_closed_connection_is_the_end(self, over):
+        client = FakeClient(held=["wait_step"])
+        over.when(lambda: client.wait_step(10))
+
+        def closed(*arguments):
+            raise Disconnected("the client is closed")
+
+        client.call = closed
+        client.open[0].set_error(Disconnected("the client is closed"))
+        assert over

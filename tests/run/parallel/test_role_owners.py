@@ -8,7 +8,8 @@ import pytest
 from role_testing import WAIT, CountingAgent, FakeClient, observations, wait_until
 
 from embodied.rpc import BatchServer, Client, Keys, RemoteError, WireError, free_port
-from embodied.rpc.session import MAX_INFLIGHT, PROTOCOL, Sessions
+from embodied.rpc.links import Link
+from embodied.rpc.sessions import MAX_INFLIGHT, PROTOCOL, Sessions
 from embodied.run.parallel.actor import Actor
 from embodied.run.parallel.owners import Owners, read_info, worker_info
 from embodied.workers import Process
@@ -23,14 +24,15 @@ class Setting:
     def __init__(self):
         self.replay = FakeClient()
         self.actor = Actor(CountingAgent(), self.replay, FakeClient(), 4)
-        self.sessions = Sessions(TIMEOUT)
+        self.sessions = Sessions(TIMEOUT, discard=lambda link: None)
         self.owners = Owners(self.sessions, self.actor.leave)
 
     def hello(self, client, envids, supervisor="", slots=1):
         return self.sessions.hello(
-            client,
+            Link(),
             {
                 "version": PROTOCOL,
+                "client": client.ljust(16),
                 "name": client.decode(),
                 "slots": slots,
                 "group": False,
@@ -42,10 +44,10 @@ class Setting:
     def pass_time(self, *silent, seconds=TIMEOUT + 1):
         """Lets time pass, in which some clients say nothing and others do."""
         for session in list(self.sessions):
-            if session.client in silent:
+            if session.client.strip() in silent:
                 session.heard -= seconds
             else:
-                self.sessions.get(session.client)
+                self.sessions.get(session.link)
         self.sessions.expire()
 
     def step(self, envids, **changes):
@@ -79,10 +81,10 @@ class TestSupervised:
 
     def test_one_that_comes_back_after_it_was_replaced_has_to_ask(self):
         setting = Setting()
-        setting.hello(b"first", [0], "host")
-        setting.hello(b"second", [0], "host")
-        assert setting.sessions.get(b"first") is None
-        assert setting.sessions.get(b"second") is not None
+        first = setting.hello(b"first", [0], "host").link
+        second = setting.hello(b"second", [0], "host").link
+        assert setting.sessions.get(first) is None
+        assert setting.sessions.get(second) is not None
 
 
 class TestStrangers:
@@ -174,7 +176,7 @@ class Serving:
 
 def connect(addr, keys, envids, supervisor, name="worker"):
     info = worker_info(envids, supervisor)
-    return Client(addr, name, keys=keys, info=info, slots=len(envids), bulk=False)
+    return Client(addr, name, keys=keys, info=info, slots=len(envids), link="remote")
 
 
 def act(client, envid):

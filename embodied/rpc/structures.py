@@ -4,6 +4,9 @@ A structure is a nested tuple: ('a', dtype, shape) for an array, ('v',) for a pl
 value, ('d', keys, children), ('l', children) and ('t', children). One that came from
 another process is checked before anything is made of it: counts, depth, dtypes (an
 allow-list) and shapes.
+
+A `Spec` adds where the arrays lie in the payload of a message: at multiples of 64
+bytes, whether in a frame or in shared memory.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import msgpack
@@ -21,6 +24,7 @@ import numpy as np
 MAX_LEAVES = 4096
 MAX_DEPTH = 16
 MAX_ARRAY_BYTES = 1 << 48
+ALIGN = 64
 
 _VALUE = ("v",)
 _PLAIN_DTYPE = re.compile(
@@ -55,13 +59,6 @@ def flatten(tree: Any) -> tuple[tuple, list[np.ndarray], list]:
     values: list = []
     structure = _flatten(tree, arrays, values, 0)
     return structure, arrays, values
-
-
-def check(tree: Any) -> None:
-    """Raises WireError if a tree cannot be sent."""
-    structure, _, values = flatten(tree)
-    check_structure(as_lists(structure), 0, [MAX_LEAVES])
-    pack((structure, values))
 
 
 def unflatten(structure: tuple, arrays: list, values: Sequence[Any]) -> Any:
@@ -235,3 +232,135 @@ def _parse_dtype(name: str) -> np.dtype:
         return np.dtype(name)
     except (TypeError, ValueError):
         raise WireError(f"dtype {name[:40]!r} is not known") from None
+
+
+class Leaf(NamedTuple):
+    """Where one array of a message lies."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int  # From the start of the payload.
+    nbytes: int
+
+
+class Spec:
+    """Method, structure, dtypes and shapes of a message, and its payload's layout.
+
+    The structure is one of those above.
+    """
+
+    __slots__ = (
+        "_named",
+        "encoded",
+        "leaves",
+        "method",
+        "nbytes",
+        "room",
+        "row",
+        "structure",
+    )
+
+    def __init__(self, method: str, structure: tuple, encoded: bytes):
+        self.method = method
+        self.structure = structure
+        self.encoded = encoded
+        self.row: tuple | None = None  # Of a stack, once it was asked for.
+        self.leaves: list[Leaf] = []
+        offset = 0
+        for dtype, shape in array_leaves(structure):
+            nbytes = math.prod(shape) * dtype.itemsize
+            self.leaves.append(Leaf(dtype, shape, offset, nbytes))
+            offset += -(-nbytes // ALIGN) * ALIGN
+        self.nbytes = offset  # Of the payload, each array padded.
+        self.room = block_bytes(offset)
+        # Of the commonest structure, a dict of arrays, which is quick to build.
+        self._named: list[tuple] | None = None
+        flat = structure[0] == "d" and all(child[0] == "a" for child in structure[2])
+        if flat and all(leaf.nbytes for leaf in self.leaves):
+            self._named = list(zip(structure[1], self.leaves))
+
+    def build(self, buffer: Any, start: int, values: Sequence[Any]) -> Any:
+        """Puts the arrays of a payload and plain values together again."""
+        if self._named is None or values:
+            arrays = payload_arrays(self, buffer, start)
+            return unflatten(self.structure, arrays, values)
+        return {
+            key: np.ndarray(shape, dtype, buffer, start + offset)
+            for key, (dtype, shape, offset, _) in self._named
+        }
+
+
+def block_bytes(nbytes: int) -> int:
+    """The size of a block of memory that so many bytes fit in: a power of two."""
+    return 1 << max(12, (nbytes - 1).bit_length())
+
+
+def payload_arrays(spec: Spec, buffer: Any, start: int = 0) -> list[np.ndarray]:
+    """Returns the arrays of a payload as views of `buffer`, which they keep alive."""
+    return [
+        np.ndarray(shape, dtype, buffer, start + offset)
+        if nbytes
+        else np.empty(shape, dtype)
+        for dtype, shape, offset, nbytes in spec.leaves
+    ]
+
+
+def payload_slices(spec: Spec, buffer: Any, start: int = 0) -> list[memoryview]:
+    """Returns the bytes of each array of a payload, empty ones left out."""
+    view = memoryview(buffer)
+    return [
+        view[start + leaf.offset : start + leaf.offset + leaf.nbytes]
+        for leaf in spec.leaves
+        if leaf.nbytes
+    ]
+
+
+def as_bytes(array: np.ndarray) -> Any:
+    """Returns an array's bytes, without a copy if it is large and contiguous."""
+    if array.nbytes < 1024:
+        return array.tobytes()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def row_structure(spec: Spec, rows: int) -> tuple:
+    """The structure of one row of a stack; of the call itself if it is no stack."""
+    if not rows:
+        return spec.structure
+    if spec.row is None:
+        spec.row = _map_shapes(spec.structure, lambda shape: shape[1:])
+    return spec.row
+
+
+def stack_structure(structure: tuple, rows: int) -> tuple:
+    """The structure of a stack of rows."""
+    return _map_shapes(structure, lambda shape: (rows, *shape))
+
+
+def read_group(group: str, spec: Spec, source: Any, start: int) -> Any:
+    """Returns the value of a key, on which all rows of a stack must agree.
+
+    Args:
+      group: key of the call's dict.
+      spec: of the call.
+      source: buffer of its payload.
+      start: where the payload begins there.
+    """
+    match spec.structure:
+        case ("t", (("d", keys, children),)) if group in keys:
+            index = keys.index(group)
+            if all(child[0] == "a" for child in children[: index + 1]):
+                leaf = spec.leaves[index]
+                count = leaf.nbytes // leaf.dtype.itemsize
+                begin = start + leaf.offset
+                values = np.frombuffer(source, leaf.dtype, count, begin).tolist()
+                if values and values.count(values[0]) == count:
+                    return values[0]
+                raise WireError(f"the rows of a stack differ in '{group}'")
+    raise WireError(f"expected one dict of arrays with the key '{group}'")
+
+
+def _map_shapes(structure: tuple, function: Callable[[tuple], tuple]) -> tuple:
+    if structure[0] == "a":
+        return ("a", structure[1], function(structure[2]))
+    children = tuple(_map_shapes(child, function) for child in structure[-1])
+    return (*structure[:-1], children)

@@ -1,0 +1,495 @@
+"""Links that speak portal's protocol, for the same servers and clients. Any process.
+
+It is the reference implementation's, so its workers can talk to these servers. Of
+portal only the sockets are used: its own servers end the process when a method fails
+before its `postfn`, and stand still when a batch is not exactly full.
+
+    request: number 8 B | length of the name 8 B | name | packed arguments
+    reply:   number 8 B | status 8 B, 0 if it went well | packed result, or a text
+
+A stack of n rows is called by the name METHOD:n. What portal's packing cannot carry
+(dtypes such as bfloat16, empty strings) travels as a frame of `wire`. Both ends here
+make frames of portal's messages and messages of frames; all else is as with any link.
+
+What portal cannot do: it has no authentication, which is why these servers listen at
+the loopback interface only. It cannot tell a repeated call from a new one, so that a
+client's open calls fail when its connection is lost. It says nothing of env slots, so
+that an incomplete batch waits for its timeout. Plain numbers arrive as arrays, tuples
+as lists.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import secrets
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from embodied.rpc import auth, wire
+from embodied.rpc.batching import BatchServer
+from embodied.rpc.client import Client
+from embodied.rpc.links import DOWN, MESSAGE_SLACK, UP, Link, OnFrame
+from embodied.rpc.server import Server, make_welcome
+from embodied.rpc.sessions import CLIENT_BYTES, MAX_INFLIGHT, make_hello
+from embodied.rpc.threads import Poller, Wakeup
+
+LOOK_AROUND = 1.0  # Seconds: portal's thread tells nobody of its failure.
+LAST_REPLIES = 2.0  # Seconds that a closing server gives replies on their way.
+SEND_TRIES = 100
+UNLIMITED = 1 << 30  # Portal ends its thread when a queue is longer.
+REFUSED, FAILED = 3, 4  # Status of error replies, as portal has them.
+
+_HEAD = struct.Struct("<QQ")
+_ESCAPE = "__wire__"  # Key of data that portal itself cannot carry.
+_TRACEBACK = "\n\nOn the server:\n"
+
+log = logging.getLogger("embodied.rpc")
+
+
+def import_portal() -> Any:
+    """Returns the portal package, or raises an ImportError that says what to do."""
+    # Portal keeps a list in every thread from which it starts others, and warns of
+    # threads that it has not made and that have none.
+    vars(threading.current_thread()).setdefault("children", [])
+    try:
+        return importlib.import_module("portal")
+    except ImportError as error:
+        raise ImportError(
+            "The portal transport needs the portal package. Install it with "
+            "`pip install 'dreamerv3-parallel[portal]'`, or use --run.transport zmq."
+        ) from error
+
+
+class PortalClient(Client):
+    """A `Client` that speaks portal's protocol; takes the same arguments.
+
+    `keys`, `insecure`, `slots`, `group`, `info` and `link` have no meaning for portal.
+    """
+
+    def __init__(self, addr: str | int, *args: Any, **kwargs: Any):
+        import_portal()
+        kwargs |= {"keys": None, "insecure": True, "link": "remote"}
+        super().__init__(addr, *args, **kwargs)
+
+    def _open_link(self) -> Link:
+        return ConnectLink(self.addr, self.name)
+
+
+class ConnectLink(Link):
+    """A client's end, which connects, and connects again, by itself.
+
+    Portal's thread calls `_tell` and `_received`. An exception in it would end the
+    process, so none leaves these two.
+    """
+
+    def __init__(self, addr: str, name: str):
+        super().__init__()
+        self._portal = import_portal()
+        self._codec = wire.Codec()
+        self._frames: deque[bytes] = deque()
+        self._happened: deque[tuple[int, str]] = deque()
+        self._arrived, self._changed = Wakeup(), Wakeup()
+        self.descriptors = (self._arrived.fileno(),)
+        self.events_descriptor = self._changed.fileno()
+        host, port = auth.parse_address(addr)
+        self._socket = self._portal.ClientSocket(
+            f"{host.strip('[]')}:{port}",
+            name,
+            start=False,
+            ipv6=":" in host,
+            logging=False,
+            max_send_queue=2 * MAX_INFLIGHT,
+            max_recv_queue=2 * MAX_INFLIGHT,
+        )
+        self._socket.callbacks_recv.append(self._received)
+        self._socket.callbacks_conn.append(lambda: self._tell(UP))
+        self._socket.callbacks_disc.append(lambda: self._tell(DOWN))
+        self._socket.start()
+
+    def send(self, frame: bytes) -> bool:
+        """Sends a call; greetings are answered here, as if a server had."""
+        message = self._codec.decode(frame)
+        if message.kind == wire.HELLO:
+            # Another server each time, since nobody knows: see the top.
+            welcome = make_welcome(secrets.token_hex(8), self._codec.max_bytes)
+            self._frames.append(self._codec.control(wire.WELCOME, welcome))
+            self._arrived.set()
+        if message.kind != wire.CALL:
+            return True
+        spec, rows = message.spec, message.rows
+        name = (f"{spec.method}:{rows}" if rows else spec.method).encode()
+        data = self._portal.pack(to_portal(wire.message_tree(message)))
+        try:
+            head = _HEAD.pack(message.seq, len(name))
+            self._socket.send(b"".join((head, name, *data)), timeout=0)
+        except (self._portal.Disconnected, TimeoutError):
+            return False  # The connection is just lost.
+        return True
+
+    def receive(self) -> list[bytes]:
+        """Returns the answers that came."""
+        self._arrived.clear()
+        return [self._frames.popleft() for _ in range(len(self._frames))]
+
+    def events(self) -> list[tuple[int, str]]:
+        """Returns what happened to the connection since the last call."""
+        self._changed.clear()
+        return [self._happened.popleft() for _ in range(len(self._happened))]
+
+    def close(self) -> None:
+        """Ends portal's thread, and frees the descriptors."""
+        self._socket.close()
+        self._arrived.close()
+        self._changed.close()
+
+    # Portal's thread.
+
+    def _tell(self, event: int) -> None:
+        self._happened.append((event, ""))
+        self._changed.set()
+
+    def _received(self, data: memoryview) -> None:
+        self._socket.recvq.get_nowait()  # Portal queues what it calls back with.
+        try:
+            number, status = _HEAD.unpack_from(data)
+            payload = data[_HEAD.size :]
+            if status:
+                kind, tree = wire.ERROR, decode_error(status, payload)
+            else:
+                kind, tree = wire.REPLY, from_portal(self._portal.unpack(payload))
+            structure, arrays, values = wire.flatten(tree)
+            spec = self._codec.spec("", structure)
+            self._frames.append(self._codec.encode(kind, number, spec, values, arrays))
+            self._arrived.set()
+        except Exception:
+            log.exception("An answer of a portal server could not be handled.")
+
+
+class PortalServer(Server):
+    """A `Server` for clients that speak portal's protocol; takes the same arguments.
+
+    `keys` has no meaning for portal; `insecure` allows other addresses than loopback.
+    """
+
+    def __init__(
+        self, addr: str | int, *args: Any, insecure: bool = False, **kwargs: Any
+    ):
+        import_portal()
+        self._open_to_all = insecure
+        kwargs |= {"keys": None, "insecure": True}
+        super().__init__(_bind_address(addr, insecure), *args, **kwargs)
+
+    @staticmethod
+    def check(  # type: ignore[override]
+        addr: str | int, *, insecure: bool = False
+    ) -> None:
+        """Raises AuthError or ValueError if a server could not listen there."""
+        auth.check_free(_bind_address(addr, insecure))
+
+    def _listen(self) -> list[Any]:
+        listener = PortalListener(
+            self, self._codec, self._poller, self._receive, self._statistics.reject
+        )
+        allowed = "" if self._open_to_all else ", so it is a loopback address"
+        note = "%s: portal has no authentication: everyone who reaches %s may call%s."
+        log.warning(note, self.name, self.addr, allowed)
+        return [listener]
+
+
+class PortalBatchServer(PortalServer, BatchServer):
+    """A `BatchServer` for clients that speak portal's protocol."""
+
+
+class PortalListener:
+    """A server's end of all links to portal's clients.
+
+    A thread of its own takes portal's messages; the server's loop thread does the rest.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        codec: wire.Codec,
+        poller: Poller,
+        on_frame: OnFrame,
+        reject: Callable[[str, str], None],
+    ):
+        self.portal = import_portal()
+        self._addr, self._name = server.addr, server.name
+        self.codec = codec
+        self._poller = poller
+        self.on_frame = on_frame
+        self._reject = reject
+        self._links: dict[Any, AcceptedLink] = {}  # By connection.
+        self._messages: deque[tuple[Any, memoryview]] = deque()
+        self._arrived = Wakeup()
+        self._closing = threading.Event()
+        self._socket = self._open()
+        poller.add(self._arrived.fileno(), self._receive)
+        self._thread = threading.Thread(
+            target=self._run, name=f"{server.name}-portal", daemon=True
+        )
+        self._thread.start()
+
+    def expire(self) -> None:
+        """Notes who is there, which portal's clients do not say, and who has gone."""
+        there = set(self._socket.connections)
+        for connection in list(self._links):
+            link, kind = self._links[connection], wire.HEARTBEAT
+            if connection not in there:
+                del self._links[connection]
+                kind = wire.BYE
+            if link.welcome:
+                self.on_frame(link, self.codec.control(kind))
+
+    def discard(self, link: Link) -> None:
+        """Does nothing: a connection is its client's to close."""
+
+    def close(self) -> None:
+        """Sends the last replies, and ends."""
+        self._closing.set()
+        self._socket.recvq.put((None, b""))  # Wakes the thread.
+        self._thread.join()
+        self._socket.shutdown()
+        self._socket.close(LAST_REPLIES)
+        self._poller.remove(self._arrived.fileno())
+        self._arrived.close()
+
+    def send(self, connection: Any, *message: bytes | memoryview) -> bool:
+        """Sends a message. Any thread."""
+        failure: Exception | None = None
+        for _ in range(SEND_TRIES):
+            try:
+                self._socket.send(connection, *message)
+                return True
+            except RuntimeError as error:
+                failure = error  # Portal counts connections while a thread adds one.
+            except Exception as error:
+                failure = error  # Its thread has ended, with an error of any type.
+                break
+        log.warning("%s: a reply was not sent: %r", self._name, failure)
+        return False
+
+    def _open(self) -> Any:
+        host, port = auth.parse_address(self._addr)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        host = host.strip("[]")
+        # Portal leaves its socket behind when it cannot listen, so it is tried first.
+        socket.create_server((host, port), family=family).close()
+        return import_portal().ServerSocket(
+            port,
+            self._name,
+            host=host,
+            ipv6=family == socket.AF_INET6,
+            logging=False,
+            max_send_queue=UNLIMITED,
+            max_recv_queue=UNLIMITED,
+        )
+
+    def _receive(self, _: int) -> None:
+        self._arrived.clear()
+        while self._messages:
+            connection, data = self._messages.popleft()
+            if (link := self._links.get(connection)) is None:
+                link = self._links[connection] = AcceptedLink(self, connection)
+            try:
+                link.take_in(data)
+            except wire.WireError as error:
+                text = f"Server {self._name} refused a message: {error}"
+                self._reject("request", text)
+                link.refuse(bytes(data[:8]).ljust(8, b"\0"), text)
+
+    # The thread that takes messages.
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, data = self._socket.recv(timeout=LOOK_AROUND)
+            except TimeoutError:
+                continue
+            except Exception as error:
+                # Portal's thread ends at what it does not understand, and hands its
+                # error, of any type, to whoever receives.
+                self._reject("socket", f"portal's socket failed: {error!r}")
+                self._reopen()
+                continue
+            if connection is not None:
+                self._messages.append((connection, data))
+                self._arrived.set()
+
+    def _reopen(self) -> None:
+        self._socket.close(1.0)
+        while not self._closing.is_set():
+            try:
+                self._socket = self._open()
+                return
+            except OSError as error:
+                log.error("%s: cannot listen at %s: %s", self._name, self._addr, error)
+                self._closing.wait(LOOK_AROUND)
+
+
+class AcceptedLink(Link):
+    """A server's end of one of portal's connections.
+
+    It greets the server for its client. Calls that come before the server's welcome
+    wait for it. The server's loop thread takes in; any thread may send.
+    """
+
+    def __init__(self, listener: PortalListener, connection: Any):
+        super().__init__()
+        self._listener = listener
+        self._connection = connection
+        self._codec = listener.codec
+        self._numbers: dict[int, bytes] = {}  # Portal's, of calls without an answer.
+        self._next = 0
+        self._early: list[bytes] = []  # Calls before the welcome.
+        self._refusal = ""
+        self.welcome = False
+        name = f"{connection[0]}:{connection[1]}"
+        hello = make_hello(secrets.token_bytes(CLIENT_BYTES), name, MAX_INFLIGHT)
+        self._hello = self._codec.control(wire.HELLO, hello)
+        listener.on_frame(self, self._hello)
+
+    def take_in(self, data: memoryview) -> None:
+        """Makes a call of a message.
+
+        Raises:
+          WireError: it is over the limit, or cannot be decoded.
+        """
+        if self._refusal:
+            raise wire.WireError(self._refusal)
+        limit = self._codec.max_bytes
+        method, rows, arguments = decode_call(self._listener.portal, data, limit)
+        structure, arrays, values = wire.flatten(tuple(arguments))
+        spec = self._codec.spec(method, structure)
+        if spec.nbytes > limit:
+            raise wire.WireError(f"{spec.nbytes} bytes are more than {limit}")
+        seq, others = self._next, list(self._numbers)
+        self._next += 1
+        self._numbers[seq] = bytes(data[:8])
+        frame = self._codec.encode(
+            wire.CALL, seq, spec, values, arrays, rows, open=others
+        )
+        if self.welcome:
+            self._listener.on_frame(self, frame)
+        else:
+            self._early.append(frame)
+
+    def send(self, frame: bytes) -> bool:
+        """Sends an answer; what else servers say is handled here."""
+        message = self._codec.decode(frame)
+        tree = wire.message_tree(message)
+        if message.seq == wire.NO_CALL:
+            self._control(message.kind, tree)
+            return True
+        if (number := self._numbers.pop(message.seq, None)) is None:
+            return True
+        if message.kind == wire.ERROR:
+            text, status = tree["message"], REFUSED
+            if tree["kind"] == "exception":
+                text = f"{tree['type']}: {text}{_TRACEBACK}{tree['traceback']}"
+                status = FAILED
+            return self.refuse(number, text, status)
+        data = self._listener.portal.pack(to_portal(tree))
+        return self._listener.send(self._connection, number, bytes(8), *data)
+
+    def refuse(self, number: bytes, text: str, status: int = REFUSED) -> bool:
+        """Answers a message with an error."""
+        head = status.to_bytes(8, "little")
+        return self._listener.send(self._connection, number, head, text.encode())
+
+    def _control(self, kind: int, tree: Any) -> None:
+        if kind == wire.WELCOME:
+            self.welcome = True
+            early, self._early = self._early, []
+            for frame in early:
+                self._listener.on_frame(self, frame)
+        elif kind == wire.STRANGER:
+            self._listener.on_frame(self, self._hello)
+        elif kind == wire.ERROR:
+            self._refusal = tree["message"]
+            for number in self._numbers.values():
+                self.refuse(number, self._refusal)
+            self._numbers.clear()
+            self._early.clear()
+
+
+def decode_call(portal: Any, data: memoryview, limit: int) -> tuple[str, int, list]:
+    """Returns method, rows and arguments of a request.
+
+    Raises:
+      WireError: it is over the limit, or cannot be decoded.
+    """
+    if not _HEAD.size <= len(data) <= limit + MESSAGE_SLACK:
+        raise wire.WireError(
+            f"expected at least {_HEAD.size} bytes and arrays of at most {limit} "
+            f"bytes, got {len(data)} bytes"
+        )
+    _, length = _HEAD.unpack_from(data)
+    end = _HEAD.size + length
+    try:
+        method, _, rows = bytes(data[_HEAD.size : end]).decode().partition(":")
+        return method, int(rows or 0), from_portal(portal.unpack(data[end:]))
+    except Exception as error:
+        # Portal's decoder raises whatever the bytes lead it to.
+        raise wire.WireError(f"it cannot be decoded: {error!r}") from None
+
+
+def decode_error(status: int, payload: memoryview) -> dict[str, str]:
+    """Returns the error of a reply, from our server or from portal's own."""
+    text = bytes(payload).decode(errors="replace")
+    head, _, traceback = text.partition(_TRACEBACK)
+    name, _, message = head.partition(": ") if traceback else ("", "", head)
+    kind = "exception" if status >= FAILED else "bad"
+    return {"kind": kind, "message": message, "type": name, "traceback": traceback}
+
+
+def to_portal(tree: Any) -> Any:
+    """Puts what portal cannot carry into frames of our own; the rest stays as it is.
+
+    The tree must be one that `wire.flatten` accepts.
+    """
+    if isinstance(tree, dict):
+        return {key: to_portal(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [to_portal(value) for value in tree]
+    if isinstance(tree, np.ndarray | np.generic):
+        array = np.asarray(tree, order="C")
+        dtype = array.dtype
+        if dtype.isbuiltin == 1 and dtype.kind in "biuf" and dtype.itemsize <= 8:
+            return array
+    elif tree not in ("", b""):
+        return tree
+    structure, arrays, values = wire.flatten(tree)
+    codec = wire.Codec()
+    spec = codec.spec("", structure)
+    return {_ESCAPE: codec.encode(wire.REPLY, 0, spec, values, arrays)}
+
+
+def from_portal(tree: Any) -> Any:
+    """Undoes `to_portal`; tuples and plain numbers stay lists and arrays."""
+    if isinstance(tree, dict):
+        if tree.keys() == {_ESCAPE}:
+            return wire.message_tree(wire.Codec().decode(bytes(tree[_ESCAPE])))
+        return {key: from_portal(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [from_portal(value) for value in tree]
+    return bytes(tree) if isinstance(tree, memoryview) else tree
+
+
+def _bind_address(addr: str | int, insecure: bool) -> str:
+    try:
+        return auth.bind_address(addr, None, insecure)
+    except auth.AuthError:
+        raise auth.AuthError(
+            f"{addr} can be reached from other machines, and portal has no "
+            "authentication. Listen at localhost, use --run.transport zmq, or allow "
+            "everyone to call with --run.insecure True."
+        ) from None

@@ -1,0 +1,364 @@
+"""The clients of a server, with their env slots, and the answers to their calls.
+
+A link need not tell who is there or who has gone, so clients say it: HELLO when they
+connect, a heartbeat while they live, BYE when they leave. Every call has a number; a
+session keeps the replies that its client has not confirmed, so that a call sent again
+after a reconnect, by whatever link, is answered and not applied a second time. Sessions
+are owned by the server's loop thread, except where a method says otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from embodied.rpc import buffers, structures, wire
+from embodied.rpc.calls import Statistics
+from embodied.rpc.links import MESSAGE_SLACK, Link
+
+PROTOCOL = 3
+MAX_INFLIGHT = 256  # Calls of one client that wait for a reply or its confirmation.
+MAX_AWAY = 1000  # Sessions of clients that are gone, kept for their return.
+AWAY_SECONDS = 600.0
+CLIENT_BYTES = 16  # Of the random number by which a client is known.
+
+NEW, REPEATED, REFUSED = range(3)
+
+log = logging.getLogger("embodied.rpc")
+
+
+class ClientSession:
+    """One client: who it is, what it may send, and its unconfirmed replies."""
+
+    def __init__(self, client: bytes, hello: dict[str, Any]):
+        self.client = client
+        self.heard = time.monotonic()
+        self.away = True  # Until it is admitted, and whenever it is gone.
+        self.queues: dict[Any, deque] = {}  # Per worker pool, while one is at work.
+        # Calls that are worked on (None), or whose reply the client may not have.
+        self._replies: dict[int, bytes | None] = {}
+        self._highest = -1  # All calls up to here came, except the missing ones.
+        self._missing: set[int] = set()
+        self._lock = threading.Lock()  # Guards the three above.
+        self.link: Link | None = None  # By which it said HELLO last.
+        self.update(hello)
+
+    def update(self, hello: dict[str, Any]) -> None:
+        """Takes over what a HELLO says, the first or one after a reconnect."""
+        try:
+            self.name = str(hello["name"])[:100]
+            self.slots = int(hello["slots"])
+            self.group = hello["group"]
+            self.info = hello["info"]
+            self.max_inflight = min(int(hello["max_inflight"]), MAX_INFLIGHT)
+            hash(self.group)
+        except (KeyError, TypeError, ValueError) as error:
+            raise wire.WireError(f"not a complete HELLO: {error!r}") from None
+        if not 0 <= self.slots <= 1 << 20:
+            raise wire.WireError(f"{self.slots} env slots are not possible")
+
+    @property
+    def kept(self) -> int:
+        """Calls that are worked on, or whose reply the client may not have."""
+        return len(self._replies)
+
+    def begin(self, seq: int, open_calls: Sequence[int]) -> tuple[int, bytes | None]:
+        """Registers a call: NEW, REPEATED (with its reply if there is one), REFUSED.
+
+        Args:
+          seq: the call's number.
+          open_calls: the client's calls before it that have no reply yet. It has
+            the replies of all others, and will not send those again.
+        """
+        with self._lock:
+            replies = self._replies
+            next_one = seq == self._highest + 1 and not (open_calls or self._missing)
+            if next_one and all(replies.values()):
+                # The commonest case: the client has all its answers, and asks again.
+                replies.clear()
+                self._highest = seq
+                replies[seq] = None
+                return NEW, None
+            if seq in self._replies:
+                return REPEATED, self._replies[seq]
+            if seq <= self._highest and seq not in self._missing:
+                return REPEATED, None
+            for old in list(self._replies):
+                if old < seq and old not in open_calls and self._replies[old]:
+                    del self._replies[old]
+            if max(len(self._replies), len(open_calls)) >= self.max_inflight:
+                return REFUSED, None
+            if seq > self._highest:
+                if self._missing or open_calls:
+                    late = range(self._highest + 1, seq)
+                    self._missing = {x for x in self._missing if x in open_calls}
+                    self._missing.update(x for x in open_calls if x in late)
+                self._highest = seq
+            else:
+                self._missing.discard(seq)
+            self._replies[seq] = None
+            return NEW, None
+
+    def finish(self, seq: int, frame: bytes) -> None:
+        """Keeps a call's reply until the client has it. Any thread."""
+        with self._lock:
+            self._replies[seq] = frame
+
+    def forget(self, seq: int) -> None:
+        """Undoes `begin`, so that the call is new when it is sent again. Any thread."""
+        with self._lock:
+            self._replies.pop(seq, None)
+            self._missing.add(seq)
+
+
+class Sessions:
+    """All sessions of a server.
+
+    Callbacks are called in the loop thread; what they raise is logged and ends nothing.
+    `admit` is asked about everyone who says HELLO: True lets the client in, False lets
+    it ask again later, and a WireError refuses it.
+
+    Args:
+      timeout: seconds without a sign of life after which a client counts as gone.
+      discard: called with links that are not needed any more.
+    """
+
+    def __init__(self, timeout: float, discard: Callable[[Link], None]):
+        self._timeout = timeout
+        self._discard = discard
+        self._sessions: dict[bytes, ClientSession] = {}
+        self._slots: dict[Any, int] = {}
+        self._present = 0
+        self.admit: Callable[[ClientSession], bool] = lambda session: True
+        self.on_join: list[Callable[[ClientSession], None]] = []
+        self.on_leave: list[Callable[[ClientSession], None]] = []
+
+    def __iter__(self) -> Any:
+        return iter([x for x in list(self._sessions.values()) if not x.away])
+
+    def __len__(self) -> int:
+        return self._present
+
+    def slots(self, group: Any) -> int:
+        """Env slots that connected clients of a group have registered."""
+        return self._slots.get(group, 0)
+
+    def hello(self, link: Link, hello: Any) -> ClientSession | None:
+        """Registers a client that connects, or connects again; None for not yet."""
+        client = _read_client(hello)
+        session = self._sessions.get(client)
+        if session is None:
+            session = ClientSession(client, hello)
+        else:
+            self.lost(session, keep=link)
+            session.update(hello)
+        if not self.admit(session):
+            return None
+        self._sessions[client] = session
+        session.link, link.session = link, session
+        self._arrive(session)
+        return session
+
+    def get(self, link: Link) -> ClientSession | None:
+        """Returns the session of a message's sender and notes that it lives.
+
+        A client that was away, or has another link by now, has to say HELLO again.
+        """
+        session = link.session
+        if session is None or session.away or session.link is not link:
+            return None
+        session.heard = time.monotonic()
+        return session
+
+    def bye(self, session: ClientSession) -> None:
+        """Forgets a client that says it leaves."""
+        if self._sessions.get(session.client) is session:
+            del self._sessions[session.client]
+            self.lost(session)
+
+    def lost(self, session: ClientSession, keep: Link | None = None) -> None:
+        """Marks a client as gone but keeps its replies for its return.
+
+        Its link is given up, unless it is the one to keep.
+        """
+        link, session.link = session.link, None
+        if link is not None and link is not keep:
+            self._discard(link)
+        if not session.away:
+            session.away = True
+            self._depart(session)
+
+    def expire(self) -> None:
+        """Marks silent clients as gone, and forgets those gone for long."""
+        now = time.monotonic()
+        away = []
+        for session in list(self._sessions.values()):
+            silent = now - session.heard
+            if not session.away and silent > self._timeout:
+                self.lost(session)
+            if session.away:
+                away.append((silent, session))
+        away.sort(key=lambda pair: pair[0])
+        for index, (silent, session) in enumerate(away):
+            if index >= MAX_AWAY or silent > AWAY_SECONDS:
+                self.bye(session)
+
+    def _arrive(self, session: ClientSession) -> None:
+        session.away = False
+        session.heard = time.monotonic()
+        self._present += 1
+        if session.slots:
+            self._slots[session.group] = self.slots(session.group) + session.slots
+        _tell(self.on_join, session)
+
+    def _depart(self, session: ClientSession) -> None:
+        self._present -= 1
+        if session.slots:
+            self._slots[session.group] = self.slots(session.group) - session.slots
+        _tell(self.on_leave, session)
+
+
+def make_hello(
+    client: bytes,
+    name: str,
+    max_inflight: int,
+    slots: int = 0,
+    group: Any = None,
+    info: Any = None,
+) -> dict[str, Any]:
+    """Returns the introduction of a client; the arguments are those of `Client`."""
+    return {
+        "version": PROTOCOL,
+        "client": client,
+        "name": name,
+        "slots": slots,
+        "group": group,
+        "info": info,
+        "max_inflight": max_inflight,
+    }
+
+
+def _read_client(hello: Any) -> bytes:
+    """Returns the number of the client that says HELLO.
+
+    Raises:
+      wire.WireError: it speaks another version, or says something else.
+    """
+    if not isinstance(hello, dict):
+        raise wire.WireError("a HELLO is not a dict")
+    version, client = hello.get("version"), hello.get("client")
+    if version != PROTOCOL:
+        raise wire.WireError(
+            f"the server speaks version {PROTOCOL} of the protocol, the client "
+            f"{version}; install the same release on both"
+        )
+    if not isinstance(client, bytes) or len(client) != CLIENT_BYTES:
+        raise wire.WireError("a HELLO does not name its client")
+    return client
+
+
+def _tell(
+    callbacks: list[Callable[[ClientSession], None]], session: ClientSession
+) -> None:
+    for callback in callbacks:
+        try:
+            callback(session)
+        except Exception:
+            log.exception("A callback failed for client %s.", session.name)
+
+
+class Outbox:
+    """Encodes answers, keeps them for calls that come twice, and sends them."""
+
+    def __init__(self, server: str, codec: wire.Codec, statistics: Statistics):
+        self._server = server
+        self._codec = codec
+        self._counts = statistics.counts
+
+    def reply(
+        self,
+        seq: int,
+        spec: structures.Spec,
+        values: Sequence[Any],
+        arrays: list[np.ndarray],
+        reply_memory: Any,
+    ) -> bytes:
+        """Encodes a result, its arrays in the client's memory where they fit.
+
+        Args:
+          seq: the call's number.
+          spec: of the result.
+          values: its plain values.
+          arrays: its arrays.
+          reply_memory: what the client offered, or None.
+        """
+        size = spec.nbytes
+        in_memory = buffers.THRESHOLD <= size <= len(reply_memory or b"")
+        if in_memory:
+            buffers.write(memoryview(reply_memory), spec, arrays)
+        elif spec.nbytes > self._codec.max_bytes:
+            raise self._too_large(spec.nbytes)
+        frame = self._codec.encode(
+            wire.REPLY, seq, spec, values, arrays, in_memory=in_memory
+        )
+        if len(frame) > self._codec.max_bytes + MESSAGE_SLACK:
+            raise self._too_large(len(frame))
+        return frame
+
+    def _too_large(self, nbytes: int) -> wire.WireError:
+        return wire.WireError(
+            f"a reply of {nbytes} bytes is more than the limit of "
+            f"{self._codec.max_bytes}"
+        )
+
+    def exception(self, seq: int, method: str, error: Exception) -> bytes:
+        """Encodes what a function raised."""
+        self._counts.errors += 1
+        text = "".join(traceback.format_exception(error))
+        message = f"'{method}' of server {self._server} failed: {error}"
+        return self.error(seq, "exception", message, type(error).__name__, text)
+
+    def error(
+        self, seq: int, kind: str, message: str, type_name: str = "", text: str = ""
+    ) -> bytes:
+        """Encodes an error."""
+        error = {
+            "kind": kind,
+            "message": _sendable(message[:10_000]),
+            "type": _sendable(type_name),
+            "traceback": _sendable(text[-20_000:]),
+        }
+        structure, arrays, values = wire.flatten(error)
+        spec = self._codec.spec("", structure)
+        return self._codec.encode(wire.ERROR, seq, spec, values, arrays)
+
+    def finish(self, session: ClientSession, seq: int, frame: bytes) -> None:
+        """Answers a call, for good."""
+        session.finish(seq, frame)
+        self.send(session, frame)
+        self._counts.replies += 1
+
+    def send(self, session: ClientSession, frame: bytes) -> None:
+        """Sends an answer.
+
+        A client that is not there gets it when it comes back and asks again.
+        """
+        link = session.link
+        if link is not None and link.send(frame):
+            self._counts.sent_bytes += len(frame)
+
+    def control(self, link: Link, kind: int, data: Any = None) -> None:
+        """Sends a message that answers no call."""
+        link.send(self._codec.control(kind, data))
+
+
+def _sendable(text: str) -> str:
+    """Replaces what UTF-8 cannot express, such as half of a surrogate pair."""
+    return text.encode(errors="backslashreplace").decode()

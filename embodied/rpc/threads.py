@@ -1,0 +1,373 @@
+"""The threads of servers and clients: how they wait, wake each other and share work.
+
+A server's loop waits on file descriptors only. It has two threads that stand in for
+each other; others run the bound functions, and one runs what comes after replies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+LATE = 0.005  # Seconds after which the deputy takes over from the leading thread.
+MAX_FAILURES = 100  # Steps of a loop that may fail in a row.
+FAILURE_PAUSE = 0.01  # Seconds after a step that failed, so that it does not spin.
+STOP = None
+
+log = logging.getLogger("embodied.rpc")
+
+
+class Wakeup:
+    """Wakes a thread that polls. Any thread may call `set`."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "eventfd"):
+            self._read = self._write = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        else:
+            self._read, self._write = os.pipe()
+            os.set_blocking(self._read, False)
+            os.set_blocking(self._write, False)
+
+    def fileno(self) -> int:
+        """The descriptor to poll."""
+        return self._read
+
+    def set(self) -> None:
+        """Makes the descriptor readable."""
+        try:
+            os.write(self._write, b"\1\0\0\0\0\0\0\0")
+        except OSError:
+            pass  # It is readable already, or closed.
+
+    def clear(self) -> None:
+        """Makes the descriptor unreadable until the next `set`."""
+        try:
+            os.read(self._read, 4096)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Frees the descriptors. No other thread may use it any more."""
+        os.close(self._read)
+        if self._write != self._read:
+            os.close(self._write)
+
+
+class Poller:
+    """Waits until one of several descriptors is ready, and knows who handles it."""
+
+    def __init__(self) -> None:
+        self._epoll = hasattr(select, "epoll")
+        self._poll: Any = select.epoll() if self._epoll else select.poll()
+        # Returns descriptors and events, after at most so many seconds.
+        self.wait: Callable[[float | None], list[tuple[int, int]]] = (
+            self._poll.poll if self._epoll else self._wait_milliseconds
+        )
+        # Changes a descriptor's events, without waking whoever waits. For Linux.
+        self.modify: Callable[[int, int], None] = self._poll.modify
+        self.handlers: dict[int, Callable[[int], Any]] = {}
+
+    def add(self, descriptor: int, handler: Callable[[int], Any] | None = None) -> None:
+        """Waits for this one too; `handler` takes its events. On Linux, any thread."""
+        self._poll.register(descriptor, select.POLLIN)
+        if handler is not None:
+            self.handlers[descriptor] = handler
+
+    def fileno(self) -> int:
+        """The descriptor that is readable when one of the others is. Linux only."""
+        return self._poll.fileno()
+
+    def remove(self, descriptor: int) -> None:
+        """Waits for this one no longer. It must still be open."""
+        self._poll.unregister(descriptor)
+        self.handlers.pop(descriptor, None)
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        if self._epoll:
+            self._poll.close()
+
+    def _wait_milliseconds(self, seconds: float | None) -> list[tuple[int, int]]:
+        # Rounded up, so that it never spins.
+        milliseconds = None if seconds is None else int(seconds * 1000) + (seconds > 0)
+        return self._poll.poll(milliseconds)
+
+
+class Loop:
+    """Calls a function again and again, in one of two threads, until it is closed.
+
+    The thread that has received a batch runs its function best itself: to hand it to
+    another thread, and to let that one run, takes longer than many functions do. But a
+    function that was quick so far may wait one day, and nobody would receive meanwhile.
+    So a deputy looks now and then whether the leading thread is still at the same job.
+    If it is, the deputy leads from there on, and the other becomes the deputy when it
+    is done.
+
+    Args:
+      name: of the threads.
+      step: called in a loop by the thread that leads. If it calls `run`, then last. Its
+        errors are logged and survived.
+      on_failure: called with the error, in the thread that leads, if steps fail so
+        often in a row that it makes no sense to go on. The loop is over then.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[], None],
+        on_failure: Callable[[Exception], None] = lambda error: None,
+    ):
+        self._name = name
+        self._step = step
+        self._on_failure = on_failure
+        self._failures = 0  # In a row. Belongs to the thread that leads.
+        self._closed = False
+        self._changed = threading.Condition()  # Guards everything below.
+        self._leader = 0
+        self._job = 0  # Number of the job that the leader runs now; 0 if none.
+        self._jobs = 0
+        self._watched = True  # Whether the other thread looks after the leader.
+        self._threads = [
+            threading.Thread(target=self._main, args=(index,), name=name, daemon=True)
+            for index, name in enumerate((name, f"{name}-deputy"))
+        ]
+
+    def start(self) -> None:
+        """Starts the threads, unless it is closed already."""
+        with self._changed:
+            if not self._closed:
+                for thread in self._threads:
+                    thread.start()
+
+    def run(self, work: Callable[[Any], None], job: Any) -> bool:
+        """Runs a job in the thread that leads; False if it does not lead any more."""
+        self._jobs += 1
+        number = self._job = self._jobs
+        if not self._watched:
+            with self._changed:
+                self._watched = True
+                self._changed.notify()
+        try:
+            work(job)
+        finally:
+            with self._changed:
+                leads = self._job == number
+                if leads:
+                    self._job = 0
+        return leads
+
+    def close(self) -> None:
+        """Lets both threads end after what they do now."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def join(self, deadline: float | None = None) -> bool:
+        """Waits for the threads; True if both ended before the deadline."""
+        started = [
+            thread
+            for thread in self._threads
+            if thread.ident is not None and thread is not threading.current_thread()
+        ]
+        for thread in started:
+            left = None if deadline is None else max(0, deadline - time.monotonic())
+            thread.join(left)
+        return not any(thread.is_alive() for thread in started)
+
+    def _main(self, index: int) -> None:
+        while not self._closed:
+            if self._leader != index:
+                self._watch(index)
+                continue
+            try:
+                self._step()
+                self._failures = 0
+            except Exception as error:
+                self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        if self._failures & (self._failures - 1) == 0:  # The 1st, 2nd, 4th, 8th, ...
+            log.exception(
+                "%s: the loop failed (%d in a row).", self._name, self._failures
+            )
+        if self._failures < MAX_FAILURES:
+            time.sleep(FAILURE_PAUSE)
+            return
+        self.close()
+        self._on_failure(error)
+
+    def _watch(self, index: int) -> None:
+        """Returns when this thread has to lead, or when all is over."""
+        with self._changed:
+            while not self._closed:
+                seen = self._job
+                if seen:
+                    self._changed.wait(LATE)
+                    if self._job == seen:
+                        self._leader = index
+                        self._job = 0
+                        return
+                    continue
+                self._watched = False
+                if not self._job:  # Else it began before it could know.
+                    self._changed.wait()
+
+
+class ThreadPool:
+    """Threads that run jobs, in order for each owner of jobs.
+
+    The loop thread puts jobs in. Those of one client run one after the other, in the
+    order they came, however many threads there are.
+    """
+
+    def __init__(self, workers: int, name: str, run: Callable[[Any], None]):
+        self._run = run
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._lock = threading.Lock()  # Guards the owners' queues.
+        self._ordered = workers == 1  # One worker keeps all order by itself.
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True)
+            for index in range(workers)
+        ]
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that no worker has taken yet."""
+        return self._jobs.qsize()
+
+    def start(self) -> None:
+        """Starts the workers."""
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, job: Any, queues: dict[Any, deque] | None = None) -> None:
+        """Adds a job; jobs with the same `queues` run one after the other."""
+        if self._ordered or queues is None:
+            self._jobs.put((job, None))
+            return
+        with self._lock:
+            behind = queues.get(self)
+            if behind is not None:
+                behind.append(job)
+                return
+            queues[self] = deque()
+        self._jobs.put((job, queues))
+
+    def stop(self, deadline: float) -> bool:
+        """Drops waiting jobs and waits for the running ones; True if all ended."""
+        while True:
+            try:
+                self._jobs.get_nowait()
+            except queue.Empty:
+                break
+        for _ in self._threads:
+            self._jobs.put(STOP)
+        for thread in self._threads:
+            thread.join(max(0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (entry := self._jobs.get()) is not STOP:
+            job, queues = entry
+            try:
+                self._run(job)
+            except Exception:
+                # Errors of bound functions are answered; this is one of ours, and
+                # the thread is needed for the next job.
+                log.exception("A worker failed at %s.", type(job).__name__)
+            if queues is not None:
+                self._next(queues)
+            # Nothing of a call, such as its client's memory, outlives it here.
+            del entry, job, queues
+
+    def _next(self, queues: dict[Any, deque]) -> None:
+        with self._lock:
+            behind = queues[self]
+            if not behind:
+                del queues[self]
+                return
+            job = behind.popleft()
+        self._jobs.put((job, queues))
+
+
+class PostThread:
+    """Runs each call's `postfn` after its reply, in the order the calls came.
+
+    Tickets are drawn in that order; a worker that is done early waits for nobody,
+    unless `limit` results are waiting: then it is slowed down.
+    """
+
+    def __init__(self, name: str, limit: int, failed: Callable[[BaseException], None]):
+        self._limit = limit
+        self._failed = failed
+        self._changed = threading.Condition()  # Guards everything below.
+        self._ready: dict[int, tuple[Callable, Any] | None] = {}
+        self._drawn = 0
+        self._next = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    @property
+    def waiting(self) -> int:
+        """Results that wait for their turn."""
+        return len(self._ready)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def ticket(self) -> int:
+        """Draws the place of a call in the order."""
+        with self._changed:
+            self._drawn += 1
+            return self._drawn - 1
+
+    def put(self, ticket: int, function: Callable | None, argument: Any = None) -> None:
+        """Hands over the function of a ticket, or None if there is nothing to do."""
+        with self._changed:
+            while (
+                len(self._ready) >= self._limit
+                and ticket != self._next
+                and not self._closed
+            ):
+                self._changed.wait()
+            self._ready[ticket] = (function, argument) if function else None
+            self._changed.notify_all()
+
+    def stop(self, deadline: float) -> bool:
+        """Runs what is ready, then ends; True if it did before the deadline."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(max(0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while self._next not in self._ready:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                entry = self._ready.pop(self._next)
+                self._next += 1
+                self._changed.notify_all()
+            if entry:
+                self._call(*entry)
+            del entry  # What it refers to must not outlive it here.
+
+    def _call(self, function: Callable, argument: Any) -> None:
+        try:
+            function(argument)
+        except Exception as error:
+            # The reply is out and the next calls must go on; the owner of the
+            # server learns of it.
+            self._failed(error)
