@@ -18,8 +18,8 @@ from embodied.run.metrics import Means
 from embodied.run.parallel import wiring
 from embodied.run.parallel.conductor import Conductor
 from embodied.run.parallel.ending import Ending
+from embodied.run.parallel.remote_stream import RemoteStream
 from embodied.run.parallel.replicas import Replicas, join_replicas
-from embodied.run.parallel.streams import RemoteStream
 from embodied.run.usage import Usage
 
 AHEAD = 3  # Calls for batches that are open beside those that wait on the device.

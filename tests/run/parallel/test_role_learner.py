@@ -8,8 +8,8 @@ from role_testing import Background, CountingAgent, FakeClient, make_args, wait_
 from embodied.rpc import Disconnected
 from embodied.run.parallel.ending import Ending
 from embodied.run.parallel.learner import Learner, _Over
+from embodied.run.parallel.remote_stream import RemoteStream
 from embodied.run.parallel.replicas import Replicas
-from embodied.run.parallel.streams import RemoteStream
 
 
 def make_learner(batches=(), agent=None, replay=None, **changes):
