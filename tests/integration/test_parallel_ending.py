@@ -51,7 +51,7 @@ import pathlib
 class FailingOnce(CountingAgent):
     def {method}(self, *args):
         fault = pathlib.Path({fault!r})
-        if self.updates == 20 and fault.exists():
+        if self.updates >= 20 and fault.exists():
             fault.unlink()
             raise OSError("the device was away for a moment")
         return super().{method}(*args)
@@ -121,9 +121,9 @@ def test_the_second_interrupt_ends_it_at_once(tmp_path):
         (FAILING.format(method="policy"), "agent"),
         (FAILING.format(method="save"), "agent"),
         (FAILING.format(method="load = None; __init__"), "agent"),
-        (FAILING.format(method="_") + "parallel.make_env = fail", "env"),
-        (FAILING.format(method="_") + "parallel.make_replay = fail", "replay"),
-        (FAILING.format(method="_") + "parallel.make_logger = fail", "logger"),
+        (FAILING.format(method="_") + "scripts.make_env = fail", "env"),
+        (FAILING.format(method="_") + "scripts.make_replay = fail", "replay"),
+        (FAILING.format(method="_") + "scripts.make_logger = fail", "logger"),
     ],
     ids=["train", "policy", "save", "make_agent", "env", "replay", "logger"],
 )
