@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,32 @@ from embodied.run.usage import Usage
 
 BOTTLENECK = "parallel/bottleneck"
 TIMER = "timer/"
+LONGEST_PAUSE = 10.0  # Seconds without steps of any env that count as time.
 
 log = logging.getLogger("embodied.run")
+
+
+class StepTime:
+    """Clock that stands still while no environment makes steps.
+
+    An env that stays away while others step is given up. While the learner compiles,
+    or the replay is away, none steps, and none is to blame.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._stepped = clock()
+        self._seconds = 0.0
+
+    def __call__(self) -> float:
+        """Returns the seconds until the last step."""
+        return self._seconds
+
+    def step(self) -> None:
+        """Notes that there were steps."""
+        now = self._clock()
+        self._seconds += min(now - self._stepped, LONGEST_PAUSE)
+        self._stepped = now
 
 
 class LoggerRole:
@@ -33,12 +57,16 @@ class LoggerRole:
     Args:
       logger: `add`, `write`, `close` and a counter `step`.
       args: `episode_timeout`, `log_every`, `actor_threads` and `usage`.
+      clock: in seconds.
     """
 
-    def __init__(self, logger: Any, args: Any):
+    def __init__(
+        self, logger: Any, args: Any, clock: Callable[[], float] = time.monotonic
+    ):
         self._logger = logger
         self._count = StepCount(logger.step)
-        self._episodes = Episodes(timeout=args.episode_timeout)
+        self._time = StepTime(clock)
+        self._episodes = Episodes(timeout=args.episode_timeout, clock=self._time)
         self._should_write = LocalClock(args.log_every)
         self._usage = Usage(args.usage, accelerator=False)
         self._actor_threads = args.actor_threads
@@ -70,6 +98,7 @@ class LoggerRole:
         is_eval = np.asarray(batch.pop("is_eval"), bool)
         images = _images(batch.pop("images", {}), batch.pop("image_envid", ()))
         with self._lock:
+            self._time.step()
             steps = int(len(envids) - is_eval.sum())
             self._logger.step.increment(steps)
             self._steps += steps

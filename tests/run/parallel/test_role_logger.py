@@ -25,6 +25,31 @@ def batch(envids, is_eval=False, reward=1.0, first=False, last=False, **more):
     }
 
 
+class TestPauses:
+    """Episodes of envs that make no steps for longer than the timeout."""
+
+    def play(self, pause, others):
+        now = [0.0]
+        notes = Notes()
+        role = LoggerRole(notes, make_args(episode_timeout=180.0), lambda: now[0])
+        role.tran(batch([0], first=True))
+        for _ in range(pause):
+            now[0] += 1.0
+            if others:
+                role.tran(batch([1]))
+        role.tran(batch([0], last=True))
+        return notes.values("episode/score")
+
+    def test_a_pause_of_all_abandons_no_episode(self):
+        assert self.play(pause=200, others=False) == [2.0]
+
+    def test_an_env_that_stays_away_while_others_step_is_given_up(self):
+        assert self.play(pause=200, others=True) == []
+
+    def test_not_before_the_timeout(self):
+        assert self.play(pause=170, others=True) == [2.0]
+
+
 class TestSteps:
     def test_only_training_counts(self):
         role, notes = make_role()
