@@ -104,6 +104,8 @@ class ManifestFiles:
         self._root = root
         self._archive = f"{folder}/manifests"
         self.current = f"{folder}/manifest.json"
+        # By path, with their contents: each save looks at all that are kept.
+        self._parsed: dict[str, tuple[bytes, Manifest]] = {}
 
     def archived(self, tag: str) -> str:
         """Returns the path of an archived manifest."""
@@ -124,9 +126,11 @@ class ManifestFiles:
         """Returns whole manifests, newest first, and errors by path."""
         readable: dict[str, Manifest] = {}
         damaged: dict[str, str] = {}
-        for path in self.paths():
+        paths = self.paths()
+        self._parsed = {x: self._parsed[x] for x in paths if x in self._parsed}
+        for path in paths:
             try:
-                manifest = Manifest.from_bytes(path, read_file(self._root, path))
+                manifest = self._parse(path)
                 if path not in (self.current, self.archived(manifest.tag)):
                     raise CheckpointError(f"{path} holds the tag {manifest.tag}.")
                 readable.setdefault(manifest.tag, manifest)
@@ -135,6 +139,13 @@ class ManifestFiles:
                 if os.path.lexists(os.path.join(self._root, path)):
                     damaged[path] = str(error)
         return [readable[tag] for tag in sorted(readable, reverse=True)], damaged
+
+    def _parse(self, path: str) -> Manifest:
+        data = bytes(read_file(self._root, path))
+        before = self._parsed.get(path)
+        if before is None or before[0] != data:
+            before = self._parsed[path] = (data, Manifest.from_bytes(path, data))
+        return before[1]
 
     def write_current(self, manifest: Manifest) -> None:
         """Commits."""

@@ -1,0 +1,190 @@
+"""Counts the modules that an observation, a batch and a save pass.
+
+    python -m benchmarks.walks [--list]
+
+All roles run as threads of one process, and a profile hook notes every function of
+ours that is called meanwhile: for some steps of an environment until the replay has
+them, for some updates until the replay has their recurrent states, and for a save until
+it is committed. The last line is JSON: the number of modules of each walk, and of the
+save without those of the transport.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+PACKAGES = ("embodied", "dreamerv3")
+STEPS, UPDATES = 20, 5
+SECONDS = 300.0  # For compiling, and everything else that is waited for.
+
+
+class Recorder:
+    """Notes the modules of this project whose functions are called while it is on."""
+
+    def __init__(self) -> None:
+        self._root = Path(__file__).resolve().parents[1]
+        self._on = False
+        self._files: set[str] = set()
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Is called by the interpreter for every call, in every thread."""
+        if self._on and event == "call":
+            self._files.add(frame.f_code.co_filename)
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[set[str]]:
+        """Yields a set that has the modules at the end of the block."""
+        found: set[str] = set()
+        self._files, self._on = set(), True
+        try:
+            yield found
+        finally:
+            self._on = False
+            for name in self._files:
+                path = Path(name)
+                if path.is_relative_to(self._root):
+                    module = path.relative_to(self._root)
+                    if module.parts[0] in PACKAGES:
+                        found.add(str(module))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the walks."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--list", action="store_true", help="also show the modules")
+    options = parser.parse_args(argv)
+    recorder = Recorder()
+    # Before any thread of ours is there, and so for all of them.
+    threading.setprofile(recorder)
+    sys.setprofile(recorder)
+    with tempfile.TemporaryDirectory() as folder:
+        walks = run(recorder, folder)
+        print_table(walks, options.list)
+        sys.stdout.flush()
+        os._exit(0)  # Threads that serve would wait for a signal.
+
+
+def run(recorder: Recorder, folder: str) -> dict[str, set[str]]:
+    """Starts the roles; returns the modules by walk."""
+    from dreamerv3.cli import factories
+    from dreamerv3.cli.config import load_config, make_args
+    from embodied.run.parallel import actor, env, logger, replay, wiring
+    from embodied.run.parallel.conductor import Conductor
+    from embodied.run.parallel.ending import Ending
+    from embodied.run.parallel.learner import AHEAD, Learner
+    from embodied.run.parallel.remote_stream import RemoteStream
+
+    config = load_config(
+        [
+            *("--configs", "debug", "--task", "dummy_disc", "--logdir", folder),
+            *("--run.envs", "1", "--run.eval_envs", "0", "--run.train_ratio", "0"),
+            *("--run.log_every", "0", "--logger.outputs", "jsonl"),
+        ]
+    )
+    args = wiring.resolve_addresses(make_args(config))
+    make = functools.partial
+    stored = replay.ReplayRole(
+        factories.make_replay(config, "replay"),
+        factories.make_replay(config, "replay_eval", "eval"),
+        make(factories.make_stream, config),
+        args,
+    )
+    stop, barrier = threading.Event(), threading.Barrier(2)
+    gate = threading.Semaphore(1_000)
+    agent = factories.make_agent(config)
+    begin(
+        logger.serve, logger.LoggerRole(factories.make_logger(config), args), args, stop
+    )
+    begin(replay.serve, stored, args, stop)
+    begin(actor.run_actor, agent, Ending(barrier, "actor", "learner"), args)
+    begin(env.run_worker, make(gated_env, config, gate), [0], args, False)
+    log = wiring.make_client(args.logger_addr, "walks-logger", args)
+    client = wiring.make_client(args.replay_addr, "walks-replay", args)
+    samples = wiring.make_client(args.replay_addr, "walks-samples", args)
+    for connection in (log, client, samples):
+        connection.connect(timeout=SECONDS)
+    inserts = counter(stored, "inserts")
+    wait_until(lambda: inserts() >= 1_000)
+    walks: dict[str, set[str]] = {}
+    with recorder.recorded() as walks["observation"]:
+        for _ in range(STEPS):
+            gate.release()
+        wait_until(lambda: inserts() >= 1_000 + STEPS)
+    batches = iter(agent.stream(RemoteStream(samples, "train", AHEAD)))
+    learner = Learner(agent, batches, client, log, args)
+    updates = counter(stored, "updates")
+    for _ in range(UPDATES):
+        learner.step()
+    before = updates()
+    with recorder.recorded() as walks["batch"]:
+        for _ in range(UPDATES):
+            learner.step()
+        wait_until(lambda: updates() >= before + UPDATES)
+    conductor = Conductor(agent, client, log, args)
+    with recorder.recorded() as walks["save"]:
+        conductor.save(learner.updates)
+        assert conductor.wait(), "the save failed"
+    return walks
+
+
+def gated_env(config: Any, gate: threading.Semaphore, index: int) -> Any:
+    """Makes an environment each step of which needs a release of the gate."""
+    from dreamerv3.cli import factories
+    from embodied.wrappers import Wrapper
+
+    class Gated(Wrapper):
+        def step(self, action: Any) -> Any:
+            gate.acquire()
+            return self.env.step(action)
+
+    return Gated(factories.make_env(config, index))
+
+
+def counter(role: Any, name: str) -> Callable[[], int]:
+    """Returns a function that tells how often the train replay did something."""
+    counters = role._train._counters
+    return lambda: int(counters.total(name))
+
+
+def begin(function: Callable[..., Any], *arguments: Any) -> None:
+    """Starts a daemon thread."""
+    name = getattr(function, "__qualname__", "thread")
+    threading.Thread(target=function, args=arguments, name=name, daemon=True).start()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Waits until a condition holds."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{condition} did not become true in {SECONDS:.0f} s.")
+        time.sleep(0.01)
+
+
+def print_table(walks: dict[str, set[str]], every: bool) -> None:
+    """Prints the walks, the last line as JSON."""
+    counts = {}
+    for name, modules in walks.items():
+        counts[name] = len(modules)
+        print(f"{name}: {len(modules)} modules")
+        if every:
+            print(*(f"  {module}" for module in sorted(modules)), sep="\n")
+    transport = {x for x in walks["save"] if x.startswith("embodied/rpc/")}
+    counts["save_without_transport"] = counts["save"] - len(transport)
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
