@@ -79,6 +79,7 @@ class RunSettings:
     remote_replay: bool
     remote_envs: bool
     transport: str = "zmq"
+    link: str = "auto"
     insecure: bool = False
     keyfile: str = ""
     usage: Mapping[str, bool]

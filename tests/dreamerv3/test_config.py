@@ -80,6 +80,7 @@ CONTRACT = {
         },
         "debug": True,
         "transport": "zmq",
+        "link": "auto",
         "insecure": False,
         "keyfile": "",
         "envs_per_worker": 1,

@@ -43,15 +43,18 @@ class TestProcess:
         assert "--run.envs 16" in done.stdout
 
     def test_help_comes_at_once(self):
-        # Processor time, since a busy machine stretches the time on the clock.
-        seconds = []
-        for _ in range(3):
+        # Processor time, since a busy machine stretches the time on the clock; and
+        # against that of another import, since machines differ.
+        def seconds(*command):
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            assert run("--help").returncode == 0
+            subprocess.run([sys.executable, *command], capture_output=True, check=True)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             user = after.ru_utime - before.ru_utime
-            seconds.append(user + after.ru_stime - before.ru_stime)
-        assert min(seconds) < 0.5
+            return user + after.ru_stime - before.ru_stime
+
+        ours = min(seconds("-m", "dreamerv3.main", "--help") for _ in range(3))
+        numpy = min(seconds("-c", "import numpy") for _ in range(3))
+        assert ours < 5 * numpy
 
     def test_importing_the_program_imports_nothing_heavy(self):
         code = (
@@ -201,7 +204,7 @@ class TestRollout:
         shown = capsys.readouterr().out
         # Episodes of the task are 101 transitions long, with a reward of 1 in all.
         assert "406 steps" in shown
-        assert "4 episodes, mean score 1." in shown
+        assert "4 episodes, mean score of the last 4: 1." in shown
         for word in (str(tmp_path), "metrics.jsonl", "scores.jsonl", "tensorboard"):
             assert word in shown
         assert read_config(tmp_path / "config.yaml").script == "rollout"

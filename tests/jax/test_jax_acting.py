@@ -7,17 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program_testing import compilation_cache
 from toy_testing import UNITS, kernel, make_agent, make_batch, make_obs, train
 
 from embodied.jax.agent import JaxAgent
 from embodied.jax.policy_runner import Parameters, batch_sizes
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory):
-    with compilation_cache(tmp_path_factory.mktemp("cache")):
-        yield
 
 
 def test_policy_uses_the_newest_parameters_after_their_donation():

@@ -5,18 +5,11 @@ import logging
 import jax
 import numpy as np
 import pytest
-from program_testing import compilation_cache
 from toy_testing import ALGORITHM, UNITS, kernel, make_agent, make_batch, train
 
 from embodied.jax.agent import AgentOptions, JaxAgent
 from embodied.jax.devices import Layout
 from embodied.jax.train_runner import BATCH_FILE, NonfiniteError
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory):
-    with compilation_cache(tmp_path_factory.mktemp("cache")):
-        yield
 
 
 def test_results_are_those_of_the_call_before():

@@ -14,7 +14,7 @@ ARGS = make_args(load_config(["--logdir", "logdir"], {}))
 # Keys of ours, which users of earlier programs do not know.
 OURS = {
     *("errfile", "ipv6", "clock_addr", "clock_port", "from_checkpoint_regex"),
-    *("transport", "insecure", "keyfile", "envs_per_worker", "env_offset"),
+    *("transport", "link", "insecure", "keyfile", "envs_per_worker", "env_offset"),
     *("actor_timeout", "env_timeout", "stall_timeout", "restarts", "keep"),
     "max_nonfinite",
 }

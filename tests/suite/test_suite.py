@@ -118,7 +118,10 @@ def test_tasks_with_slashes_have_folders_without():
         (["--logger.outputs", "terminal"], "expected jsonl among them"),
         (["--replicas", "2"], "replicas: expected 1"),
         (["--suite.preset", "atari"], "Did you mean atari100k?"),
-        (["--suite.at_once", "0"], "suite.at_once: expected auto, or at least 1"),
+        (
+            ["--suite.at_once", "0"],
+            "suite.at_once: expected auto, or a whole number",
+        ),
         (["--suite.table_only", "True"], "expected a folder with runs"),
     ],
 )
