@@ -100,6 +100,9 @@ class TestPlainClients:
         with pytest.raises(RuntimeError, match="no such method"):
             answer(client.nope())
 
+    # Portal ends the process in which one of its own threads fails, which happened
+    # once here on a busy machine and took all tests of that process along.
+    @pytest.mark.slow
     def test_they_may_have_many_calls_open(self, backend, plain):
         gate = threading.Event()
         server = backend.server()
