@@ -78,12 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: elements.Config, argv: Sequence[str]) -> int:
-    from dreamerv3.suite.runner import run_suite
     from embodied.run.console import show_messages
 
     try:
         with show_messages(), kept_config(config.logdir):
             if config.script == "suite":  # It passes the arguments on to its runs.
+                from dreamerv3.suite.runner import run_suite
+
                 run_suite(config, argv)
             else:
                 SCRIPTS[config.script](config)
