@@ -29,7 +29,7 @@ from dreamerv3.cli.schema import (
     nearest,
     read_keys,
 )
-from embodied.run.options import RunSettings
+from embodied.run.settings import RunSettings
 
 FILENAME = "config.yaml"  # Of the configuration in the logdir.
 
