@@ -114,8 +114,12 @@ def merge(argv: Sequence[str]) -> Values:
             continue
         for key, value in flatten(blocks[name]).items():
             values.set(key, value if isinstance(value, tuple) else [value])
+    views = ("script", ["view"]) in arguments
     for name, given in arguments:
-        if name != "configs":
+        if views and name == "logdir" and len(given) > 1:
+            values.set(name, given[:1])
+            values.flat["view.folders"] = tuple(given[1:])
+        elif name != "configs":
             values.set(name, given)
         elif not given:
             values.problems.append(

@@ -147,6 +147,36 @@ def run_logger(config: elements.Config) -> None:
     parallel.parallel_logger(functools.partial(make_logger, config), make_args(config))
 
 
+def run_view(config: elements.Config) -> None:
+    """Shows runs in the browser, until Ctrl-C."""
+    folders = [config.logdir, *filter(None, config.view.folders)]
+    for folder in folders:
+        if not pathlib.Path(folder).is_dir():
+            raise ConfigError(
+                f"logdir: expected a run, or a folder of runs, got {folder}, which "
+                "is no folder."
+            )
+    serve_view = _view_server()
+    settings = config.view
+    serve_view(folders, settings.host, settings.port, settings.sessions)
+
+
+def _view_server() -> Callable[..., None]:
+    """Returns the function that serves the view.
+
+    Raises:
+      ConfigError: the packages that it needs are not installed.
+    """
+    try:
+        from dreamerv3.view.server import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"The view expected the package {error.name!r}, which is not installed. "
+            "Run: pip install 'dreamerv3-parallel[view]'"
+        ) from error
+    return serve
+
+
 def run_env(config: elements.Config) -> None:
     """Runs the environment whose id is the replica's number."""
     from embodied.run import parallel
@@ -317,6 +347,7 @@ SCRIPTS: dict[str, Script] = {
     "eval_only": run_eval_only,
     "import_checkpoint": run_import_checkpoint,
     "rollout": run_rollout,
+    "view": run_view,
     "parallel": _with_clear_errors(run_parallel),
     "parallel_agent": _with_clear_errors(run_agent),
     "parallel_replay": _with_clear_errors(run_replay),

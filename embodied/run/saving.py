@@ -23,6 +23,7 @@ from embodied.base import Agent, Tree
 from embodied.checkpoint import Checkpoint, CheckpointError, FileRecord, Manifest
 from embodied.driver import EnvError
 from embodied.replay import Replay, ReplayCut, SavedReplay
+from embodied.run.live import SAVE, note_event
 from embodied.run.settings import RunSettings
 
 FOLDER = "ckpt"  # In the logdir.
@@ -237,6 +238,7 @@ class RunCheckpoint:
                 self._take_back(tag)
             return False
         self._saved = step
+        note_event(SAVE, f"Saved step {step}.", step=step, tag=tag)
         return True
 
     def _take_back(self, tag: str) -> None:

@@ -16,6 +16,7 @@ from embodied.episodes import Episodes
 from embodied.replay import Replay, limiters
 from embodied.run.collecting import Collector, Evaluator, MakeEnv
 from embodied.run.console import SAVING, stop_on_signals
+from embodied.run.live import LiveFile, Rate, record_run
 from embodied.run.metrics import Meter
 from embodied.run.saving import RunCheckpoint, must_continue
 from embodied.run.settings import RunSettings
@@ -196,6 +197,18 @@ class TrainingRun:
             mean_score=sum(scores) / len(scores) if scores else None,
         )
 
+    def live(self) -> dict[str, Any]:
+        """Returns step, scores and counts until now, for `live.json`. Any thread."""
+        multiplier = int(getattr(self.logger, "multiplier", 1))
+        step = int(self.logger.step) * multiplier
+        return {
+            "step": step,
+            "episodes": self.collector.episodes,
+            "scores": [(step, score) for score in list(self.collector.scores)[-1:]],
+            "counts": {"env": self.collector.steps, "train": self.trainer.updates},
+            "metrics": {"replay/items": len(self.replays[TRAIN_REPLAY])},
+        }
+
     def _due(self) -> int:
         return self.limiter.due(self.settings.batch_size)
 
@@ -273,5 +286,19 @@ def open_run(
             meter=Meter(),
             usage=Usage(settings.usage),
         )
+        stack.enter_context(record_run(settings.logdir, "A run in one process"))
+        stack.enter_context(LiveFile(settings.logdir, _with_rates(run.live)))
         with checkpoint.saved_at_end(run.finish):
             yield run
+
+
+def _with_rates(live: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Adds the rates of counts to what is shown of a run."""
+    rates = {name: Rate() for name in ("env", "train")}
+
+    def collect() -> dict[str, Any]:
+        shown = live()
+        counts = shown.pop("counts")
+        return {**shown, "rates": {k: rate(counts[k]) for k, rate in rates.items()}}
+
+    return collect

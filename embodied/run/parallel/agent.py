@@ -9,6 +9,7 @@ from typing import Any
 
 from embodied.base import Agent
 from embodied.run.console import SAVING, show_messages, stop_on_signals
+from embodied.run.live import record_run
 from embodied.run.parallel import wiring
 from embodied.run.parallel.actor import run_actor
 from embodied.run.parallel.learner import run_learner
@@ -32,7 +33,11 @@ def parallel_agent(make_agent: bytes | Callable[[], Agent], args: Any) -> None:
     """
     settings = RunSettings.from_args(args)
     wiring.check_addresses(settings, "actor_addr", "replay_addr", "logger_addr")
-    with show_messages(), stop_on_signals(SAVING) as stop:
+    with (
+        show_messages(),
+        record_run(settings.logdir, "The agent"),
+        stop_on_signals(SAVING) as stop,
+    ):
         # Nobody here starts environments.
         run_agent(make_agent, dataclasses.replace(settings, remote_envs=True), stop)
 

@@ -24,6 +24,7 @@ from typing import Any
 from embodied.base import Agent, Tree
 from embodied.checkpoint import Checkpoint, CheckpointError, FileRecord
 from embodied.replay import ReplayCut
+from embodied.run.live import SAVE, note_event
 from embodied.run.parallel.replicas import Replicas
 from embodied.run.saving import AGENT, FOLDER, PartWriter, load_agent, must_continue
 from embodied.run.settings import RunSettings
@@ -243,6 +244,7 @@ class Conductor:
             if now != starts:
                 raise CheckpointError("A role was restarted meanwhile.")
             self._checkpoint.commit(tag, records, {"step": step})
+        note_event(SAVE, f"Saved step {step}.", step=step, tag=tag)
 
     def _take_back(self, tag: str) -> None:
         """Removes the roles' files of a save that failed, for the next to have room."""

@@ -20,6 +20,7 @@ from embodied.base import Env
 from embodied.driver import no_exit
 from embodied.rpc import Disconnected, RemoteError
 from embodied.run.console import STOPPING, show_messages, stop_on_signals
+from embodied.run.live import record_events
 from embodied.run.parallel import wiring
 from embodied.run.parallel.env_usage import report_env_usage
 from embodied.run.parallel.observations import SAME_TASK, ObservationError
@@ -339,6 +340,8 @@ def _make_worker(
     )
 
 
-def _worker_process(*arguments: Any) -> None:
-    with show_messages():
-        run_worker(*arguments)
+def _worker_process(
+    make_env: bytes, envids: list[int], settings: RunSettings, *arguments: Any
+) -> None:
+    with show_messages(), record_events(settings.logdir):
+        run_worker(make_env, envids, settings, *arguments)

@@ -1,40 +1,48 @@
-"""Tells the logger what env workers use. The process that supervises them."""
+"""Tells the logger how workers are, and what they use. The process that has them."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 
+from embodied.clock import LocalClock
+from embodied.run.live import LIVE_SECONDS, whereabouts
 from embodied.run.parallel import wiring
 from embodied.run.settings import RunSettings
 from embodied.run.usage import GIGABYTE
 from embodied.workers import Supervisor
 
 END_SECONDS = 5.0
+SHOWN_AWAY = 8  # Workers that do not run, by name.
+USAGE_CALLS = 5  # Seconds between looks at processor and memory.
 
 logger = logging.getLogger("embodied.run")
 
 
-class EnvUsage:
-    """Processor and memory of all env workers of this host together.
+class WorkerUsage:
+    """Processor and memory of all workers of a role on this host together.
 
     Belongs to one thread.
 
     Args:
       supervisor: has the workers.
+      role: of the workers.
     """
 
-    def __init__(self, supervisor: Supervisor):
+    def __init__(self, supervisor: Supervisor, role: str = "env"):
         self._supervisor = supervisor
+        self._role = role
         self._processes: dict[int, psutil.Process] = {}
 
     def result(self) -> dict[str, float]:
         """Returns sums over the workers, the processor's since the last call."""
-        workers = [x for x in self._supervisor.status() if x.role == "env"]
+        workers = [x for x in self._supervisor.status() if x.role == self._role]
         pids = {worker.pid for worker in workers if worker.pid is not None}
         known = self._processes
         self._processes = {pid: known[pid] for pid in pids if pid in known}
@@ -56,11 +64,61 @@ class EnvUsage:
         }
 
 
+class RoleStates:
+    """States of all roles that a supervisor has, for `live.json`.
+
+    Belongs to one thread.
+
+    Args:
+      supervisor: has the workers.
+    """
+
+    def __init__(self, supervisor: Supervisor):
+        self._supervisor = supervisor
+        self._usage: dict[str, WorkerUsage] = {}
+        self._used: dict[str, dict[str, float]] = {}
+        self._calls = 0
+
+    def result(self) -> dict[str, dict[str, Any]]:
+        """Returns by role: workers, how many run, restarts, troubles, use."""
+        roles: dict[str, dict[str, Any]] = {}
+        for worker in self._supervisor.status():
+            role = roles.setdefault(
+                worker.role,
+                {"workers": 0, "running": 0, "waiting": 0, "restarts": 0, "away": []},
+            )
+            role["workers"] += 1
+            role["running"] += worker.state == "running"
+            role["waiting"] += worker.waiting
+            role["restarts"] += worker.restarts
+            if worker.state != "running" and len(role["away"]) < SHOWN_AWAY:
+                role["away"].append(f"{worker.name}: {worker.state}")
+        if self._calls % USAGE_CALLS == 0:
+            self._measure(roles)
+        self._calls += 1
+        for name, used in self._used.items():
+            roles.get(name, {}).update(used)
+        return roles
+
+    def _measure(self, roles: dict[str, dict[str, Any]]) -> None:
+        for name in roles:
+            usage = self._usage.setdefault(name, WorkerUsage(self._supervisor, name))
+            used = usage.result()
+            if used["workers"]:  # Else it is a thread of this process.
+                cores, memory = (
+                    used["psutil/proc_cpu_usage"],
+                    used["psutil/proc_ram_gb"],
+                )
+                self._used[name] = {"cpu": cores, "memory_gb": memory}
+
+
 @contextlib.contextmanager
 def report_env_usage(supervisor: Supervisor, settings: RunSettings) -> Iterator[None]:
-    """Sends the use of env workers every `log_every` seconds within the body."""
-    unknown = wiring.AUTO in str(settings.logger_addr)  # A host that was not told.
-    if unknown or not settings.usage["psutil"] or not settings.log_every:
+    """Sends how workers are every second within the body.
+
+    What env workers use goes to the metrics every `log_every` seconds.
+    """
+    if wiring.AUTO in str(settings.logger_addr):  # A host that was not told.
         yield
         return
     stop = threading.Event()
@@ -79,19 +137,25 @@ def _tell(supervisor: Supervisor, settings: RunSettings, stop: threading.Event) 
     try:
         _tell_until(supervisor, settings, stop)
     except ConnectionError as error:  # The run does not depend on it.
-        logger.warning("The use of env workers is not logged any more: %s", error)
+        logger.warning("The state of workers is not logged any more: %s", error)
 
 
 def _tell_until(
     supervisor: Supervisor, settings: RunSettings, stop: threading.Event
 ) -> None:
-    usage = EnvUsage(supervisor)
+    usage, states = WorkerUsage(supervisor), RoleStates(supervisor)
+    logs = settings.usage["psutil"] and settings.log_every
+    should_log = LocalClock(max(1.0, settings.log_every) if logs else 0)
     results = wiring.Results(
         lambda _, error: logger.warning("The logger took no usage: %s", error)
     )
     with wiring.make_client(settings.logger_addr, "env-usage", settings) as client:
-        while not stop.wait(max(1.0, settings.log_every)):
-            metrics = usage.result()
+        while not stop.wait(LIVE_SECONDS):
             results.check()
-            if client.connected:
-                results.add(client.add(dict(wiring.prefixed("usage/env", metrics))))
+            if not client.connected:
+                continue
+            told = {**whereabouts(), "roles": states.result()}
+            results.add(client.tell_roles(json.dumps(told)))
+            if should_log():
+                metrics = dict(wiring.prefixed("usage/env", usage.result()))
+                results.add(client.add(metrics))

@@ -15,6 +15,7 @@ import cloudpickle
 
 from embodied.checkpoint import write_file
 from embodied.run.console import SAVING, show_messages, stop_on_signals
+from embodied.run.live import RESTART, record_events, record_run
 from embodied.run.parallel import agent, env, replay, wiring
 from embodied.run.parallel import logger as loggers
 from embodied.run.parallel.env_usage import report_env_usage
@@ -66,7 +67,11 @@ def combined(
       RoleError: the arguments do not fit together.
     """
     settings = prepare(RunSettings.from_args(args))
-    with show_messages(), stop_on_signals(SAVING) as stop:
+    with (
+        show_messages(),
+        record_run(settings.logdir, "A parallel run"),
+        stop_on_signals(SAVING) as stop,
+    ):
         done = threading.Event()
         supervisor = Supervisor(
             grace=GRACE,
@@ -194,7 +199,11 @@ def _add_agent(
 def _agent_process(
     make_agent: bytes, settings: RunSettings, progress: Progress
 ) -> None:
-    with show_messages(), stop_on_signals() as stop:
+    with (
+        show_messages(),
+        record_events(settings.logdir),
+        stop_on_signals() as stop,
+    ):
         agent.run_agent(make_agent, settings, stop, progress)
 
 
@@ -249,7 +258,8 @@ def _save_first(stop: threading.Event, done: threading.Event, error: RunFailed) 
 
 def _tell_restart(settings: RunSettings, name: str, error: WorkerError | None) -> None:
     reason = "it ended." if error is None else error.reason
-    log.warning("Role %s is restarted: %s", name, reason)
+    event = {"kind": RESTART, "role": name}
+    log.warning("Role %s is restarted: %s", name, reason, extra={"event": event})
     if error is not None:
         _write_error(settings, error)
 

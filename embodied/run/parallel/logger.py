@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import json
 import logging
 import threading
 import time
@@ -15,6 +18,7 @@ from embodied.clock import LocalClock
 from embodied.episodes import Episodes
 from embodied.rpc import Unanswered
 from embodied.run.console import show_messages, stop_on_signals
+from embodied.run.live import HOST, LiveFile, Rate, note_event, record_events
 from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import find_bottleneck
 from embodied.run.parallel.conductor import RoleCheckpoint
@@ -24,6 +28,11 @@ from embodied.run.usage import Usage
 
 BOTTLENECK = "parallel/bottleneck"
 TIMER = "timer/"
+SCORE = "episode/score"
+LIVE_SCORES = 50  # Of the newest episodes.
+# Metrics of roles whose newest values are shown while they run.
+LIVE_METRICS = ("server/", "client/", "usage/", TIMER, "fps/", "parallel/", "replay/")
+HOST_SECONDS = 10.0  # Without a word, after which a host counts as gone.
 LONGEST_PAUSE = 10.0  # Seconds without steps of any env that count as time.
 
 log = logging.getLogger("embodied.run")
@@ -80,6 +89,16 @@ class LoggerRole:
         self._steps = 0
         self._since = time.monotonic()
         self._closed = False
+        self._counted_steps = 0  # By this process, with which rates are measured.
+        self._rate = Rate()
+        self._scores: collections.deque[tuple[int, float]] = collections.deque(
+            maxlen=LIVE_SCORES
+        )
+        self._finished = 0
+        self._newest: dict[str, float] = {}  # Values of LIVE_METRICS.
+        self._reported = 0.0
+        self._bottleneck = ""
+        self._hosts: dict[str, dict[str, Any]] = {}
 
     def add(self, metrics: dict[str, Any]) -> None:
         """Adds metrics of a role."""
@@ -87,6 +106,9 @@ class LoggerRole:
             for name, value in metrics.items():
                 if name.startswith(TIMER):
                     self._shares[name] = float(value)
+                if name.startswith(LIVE_METRICS) and not np.ndim(value):
+                    self._newest[name] = value
+            self._reported = time.time()
             self._logger.add(metrics)
             self._write_if_due()
 
@@ -106,11 +128,51 @@ class LoggerRole:
             steps = int(len(envids) - is_eval.sum())
             self._logger.step.increment(steps)
             self._steps += steps
+            self._counted_steps += steps
             for episode in self._episodes.add_batch(batch, envids, is_eval, images):
                 self._logger.add(episode)
+                if SCORE in episode:
+                    self._finished += 1
+                    self._scores.append((self._logged_step(), episode[SCORE]))
             self._counted.notify_all()
             self._write_if_due()
             return int(self._logger.step)
+
+    def tell_roles(self, text: str) -> None:
+        """Takes the state of the roles that a supervisor has, every second.
+
+        Args:
+          text: JSON: `host`, `pid`, and `roles` by name.
+        """
+        told = json.loads(text)
+        name = f"{told['host']} ({told['pid']})"
+        with self._lock:
+            if name not in self._hosts:
+                note_event(HOST, f"Host {name} has come.", host=told["host"])
+            self._hosts[name] = {"time": time.time(), "roles": told["roles"]}
+
+    def live(self) -> dict[str, Any]:
+        """Returns state, rates, queues and roles, for `live.json`."""
+        now = time.time()
+        with self._lock:
+            for name, told in list(self._hosts.items()):
+                if now - told["time"] > HOST_SECONDS:
+                    del self._hosts[name]
+                    note_event(HOST, f"Host {name} has gone.", host=name)
+            return {
+                "step": self._logged_step(),
+                "rates": {"env": self._rate(self._counted_steps)},
+                "episodes": self._finished,
+                "scores": list(self._scores),
+                "bottleneck": self._bottleneck,
+                "reported": self._reported,
+                "metrics": {
+                    name: value
+                    for name, value in self._newest.items()
+                    if not isinstance(value, str)
+                },
+                "hosts": dict(self._hosts),
+            }
 
     def wait_step(self, step: int) -> int:
         """Returns when so many steps are counted.
@@ -150,6 +212,9 @@ class LoggerRole:
             self._write()
             self._logger.close()
 
+    def _logged_step(self) -> int:
+        return int(self._logger.step) * int(getattr(self._logger, "multiplier", 1))
+
     def _write_if_due(self) -> None:
         if self._should_write():
             self._write()
@@ -164,6 +229,7 @@ class LoggerRole:
         self._logger.add(self._usage.result(), prefix="usage/logger")
         if self._shares and steps:
             line = find_bottleneck(self._shares, self._actor_threads)
+            self._bottleneck = line
             self._logger.add({BOTTLENECK: line})
             log.info(
                 "Step %d, %.0f steps/s. Bottleneck: %s.",
@@ -183,7 +249,11 @@ def parallel_logger(make_logger: Any, args: Any) -> None:
     """
     settings = RunSettings.from_args(args)
     wiring.check_addresses(settings, "logger_addr")
-    with show_messages(), stop_on_signals() as stop:
+    with (
+        show_messages(),
+        record_events(settings.logdir),
+        stop_on_signals() as stop,
+    ):
         serve(LoggerRole(wiring.load_factory(make_logger)(), settings), settings, stop)
 
 
@@ -207,8 +277,11 @@ def serve(role: LoggerRole, settings: RunSettings, stop: threading.Event) -> Non
     server.bind("wait_step", role.wait_step, workers=1)
     server.bind("save", save, workers=1)
     server.bind("discard", checkpoint.discard)
+    server.bind("tell_roles", role.tell_roles)
     every = max(1.0, settings.log_every) if settings.log_every else None
-    with server:
+    first = settings.replica == 0  # Whose figures are those of the run.
+    live = LiveFile(settings.logdir, role.live) if first else contextlib.nullcontext()
+    with live, server:
         while not stop.wait(every):
             role.add(dict(wiring.prefixed("server/logger", server.stats())))
         role.release()

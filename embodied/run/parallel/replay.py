@@ -18,6 +18,7 @@ from embodied.clock import LocalClock
 from embodied.replay import Replay, ReplayCut
 from embodied.rpc import Unanswered
 from embodied.run.console import show_messages, stop_on_signals
+from embodied.run.live import record_events
 from embodied.run.parallel import wiring
 from embodied.run.parallel.conductor import RoleCheckpoint
 from embodied.run.settings import RunSettings
@@ -201,7 +202,11 @@ def parallel_replay(
     """
     settings = RunSettings.from_args(args)
     wiring.check_addresses(settings, "replay_addr", "logger_addr")
-    with show_messages(), stop_on_signals() as stop:
+    with (
+        show_messages(),
+        record_events(settings.logdir),
+        stop_on_signals() as stop,
+    ):
         role = ReplayRole(
             wiring.load_factory(make_replay_train)(),
             wiring.load_factory(make_replay_eval)(),

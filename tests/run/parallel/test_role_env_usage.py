@@ -8,7 +8,7 @@ import types
 import psutil
 import pytest
 
-from embodied.run.parallel.env_usage import EnvUsage
+from embodied.run.parallel.env_usage import WorkerUsage
 
 
 class Workers:
@@ -30,8 +30,8 @@ def other():
 
 
 def test_it_adds_up_the_env_workers(other):
-    alone = EnvUsage(Workers(os.getpid())).result()
-    both = EnvUsage(Workers(os.getpid(), other)).result()
+    alone = WorkerUsage(Workers(os.getpid())).result()
+    both = WorkerUsage(Workers(os.getpid(), other)).result()
     assert alone["psutil/proc_ram_gb"] < both["psutil/proc_ram_gb"]
     assert both["workers"] == 2
     assert both["restarts"] == 2
@@ -39,7 +39,7 @@ def test_it_adds_up_the_env_workers(other):
 
 def test_workers_that_are_not_started_or_gone_use_nothing(other):
     workers = Workers(None, other)
-    usage = EnvUsage(workers)
+    usage = WorkerUsage(workers)
     assert usage.result()["psutil/proc_ram_gb"] > 0
     psutil.Process(other).kill()
     psutil.Process(other).wait()
@@ -48,7 +48,7 @@ def test_workers_that_are_not_started_or_gone_use_nothing(other):
 
 @pytest.mark.parametrize("error", [FileNotFoundError, ProcessLookupError])
 def test_a_worker_that_ends_meanwhile_fails_nothing(monkeypatch, error):
-    usage = EnvUsage(Workers(os.getpid()))
+    usage = WorkerUsage(Workers(os.getpid()))
     usage.result()
 
     def fail(self, interval=None):

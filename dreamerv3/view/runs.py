@@ -1,0 +1,381 @@
+"""Runs below the folders that were given: what they are and how they are. The server.
+
+Everything is read, nothing is written or locked, and only files with the names that
+runs give them are opened. A run is named by a number made of its path, never by the
+path itself, so that nobody can ask for another file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dreamerv3.cli.config import FILENAME, ConfigError, flatten, read_blocks, run_config
+from dreamerv3.suite.curves import Curve, model_size
+from dreamerv3.suite.presets import find_published
+from dreamerv3.view.series import MetricFile, parse_lines, sample_file
+from embodied.run.live import END, EVENTS, FAILED, LIVE, START, STEP
+
+SCORE = "episode/score"
+SCORES, METRICS = "scores.jsonl", "metrics.jsonl"
+RUN_FILES = (FILENAME, METRICS, SCORES, LIVE)  # One of them makes a folder a run.
+DEPTH = 5  # Folders below those given in which runs are looked for.
+MOST_RUNS = 2000
+SKIPPED = {"ckpt", "replay", "replay_eval", "replicas"}  # Folders of a run itself.
+SCAN_SECONDS = 3.0
+LIVE_SECONDS = 10.0  # Age of live.json after which nobody writes it any more.
+OLD_LIVE_SECONDS = 600.0  # Age of metrics of a run without it.
+CURVE_POINTS = 60
+EVENT_BYTES = 1 << 22  # Of events.jsonl, from its end.
+LIVE_BYTES = 1 << 22
+SHOWN_EVENTS = 1000
+LOCK = ".lock"
+# Keys in which runs of one setting may differ.
+OWN_KEYS = ("logdir", "seed", "replica", "method")
+
+
+class Runs:
+    """All runs below some folders, looked for now and then. Any thread.
+
+    Args:
+      folders: runs, or folders of runs.
+    """
+
+    def __init__(self, folders: Sequence[str | os.PathLike[str]]):
+        self.folders = [Path(folder).resolve() for folder in folders]
+        self._lock = threading.Lock()  # Guards what is below.
+        self._runs: dict[str, Run] = {}
+        self._scanned = 0.0
+
+    def all(self) -> list[Run]:
+        """Returns the runs that are there now, by name."""
+        with self._lock:
+            if time.monotonic() - self._scanned > SCAN_SECONDS or not self._scanned:
+                self._scan()
+                self._scanned = time.monotonic()
+            return sorted(self._runs.values(), key=lambda run: run.name)
+
+    def get(self, identity: str) -> Run | None:
+        """Returns a run by its number."""
+        self.all()
+        with self._lock:
+            return self._runs.get(identity)
+
+    def _scan(self) -> None:
+        found: dict[str, Run] = {}
+        for root in self.folders:
+            for path in _find(root):
+                name = str(path.relative_to(root)) if path != root else root.name
+                if len(self.folders) > 1 and path != root:
+                    name = f"{root.name}/{name}"
+                identity = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
+                found[identity] = self._runs.get(identity) or Run(path, name, identity)
+        self._runs = found
+
+
+def _find(root: Path) -> list[Path]:
+    """Returns the folders of runs below a folder, without following links."""
+    found: list[Path] = []
+    level = [root]
+    for _ in range(DEPTH + 1):
+        below: list[Path] = []
+        for folder in level:
+            try:
+                with os.scandir(folder) as entries:
+                    items = list(entries)
+            except OSError:
+                continue
+            names = {item.name for item in items}
+            if names.intersection(RUN_FILES):
+                found.append(folder)
+            below += [
+                Path(item.path)
+                for item in items
+                if item.is_dir(follow_symlinks=False)
+                and item.name not in SKIPPED
+                and not item.name.startswith(".")
+            ]
+        level = below
+        if len(found) >= MOST_RUNS:
+            break
+    return found[:MOST_RUNS]
+
+
+class Run:
+    """One run, whose files are read again when they have changed. Any thread.
+
+    Args:
+      path: the logdir.
+      name: for people.
+      identity: for addresses.
+    """
+
+    def __init__(self, path: Path, name: str, identity: str):
+        self.path = path
+        self.name = name
+        self.identity = identity
+        self.metrics = MetricFile(path / METRICS)
+        self.scores = MetricFile(path / SCORES)
+        self._lock = threading.Lock()  # Guards the cache.
+        self._cache: dict[str, tuple[Any, Any]] = {}  # By what: stamp and value.
+
+    def stamp(self) -> tuple[Any, ...]:
+        """Returns a value that changes when a file of the run has."""
+        names = (LIVE, EVENTS, METRICS, SCORES, FILENAME)
+        return tuple(_stamp(self.path / name) for name in names)
+
+    def live(self) -> dict[str, Any]:
+        """Returns what `live.json` has; empty if there is none."""
+        return self._cached("live", LIVE, self._read_live)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Returns the newest events, the oldest of them first."""
+        return self._cached("events", EVENTS, self._read_events)
+
+    def head(self) -> dict[str, Any]:
+        """Returns task, seed and setting, without reading the whole configuration."""
+        return self._cached("head", FILENAME, self._read_head)
+
+    def state(self) -> str:
+        """Returns live, stalled, ended or failed."""
+        live, now = self.live(), time.time()
+        marks = [x for x in self.events() if x.get("kind") in (START, END, FAILED)]
+        last = marks[-1] if marks else {}
+        if last.get("kind") == FAILED:
+            return "failed"
+        if live:
+            age = now - _number(live.get("time"))
+            if last.get("kind") == END or live.get("state") == "ended":
+                # A logger that is restarted comes back at once.
+                return "ended" if last.get("kind") == END or age > 60 else "live"
+            if age < LIVE_SECONDS:
+                return "live"
+            started = last if last.get("pid") else live
+            return "stalled" if _alive(started) else "failed"
+        written = max(_mtime(self.path / METRICS), _mtime(self.path / SCORES))
+        if now - written < OLD_LIVE_SECONDS and self._holder_lives():
+            return "live"
+        return "ended"
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what the list of runs shows. Quick, however long the run is."""
+        return self._cached("summary", None, self._summarize)
+
+    def step(self) -> float:
+        """Returns the newest step, as it is logged."""
+        live = _number(self.live().get("step"))
+        tail = sample_file(self.path / SCORES, SCORE, 1)
+        return max(live, tail[-1][0] if tail else 0.0)
+
+    def times(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns steps and the time at which they were reached, [N] float64 each."""
+        ticks = [
+            (event["step"], event["time"])
+            for event in self._cached("ticks", EVENTS, self._read_ticks)
+        ]
+        points = np.array(ticks, np.float64).reshape(-1, 2)
+        points = points[np.argsort(points[:, 0], kind="stable")]
+        # The last time at which the step was that one.
+        steps, index = np.unique(points[::-1, 0], return_index=True)
+        return steps, points[::-1, 1][index]
+
+    def configuration(self) -> dict[str, Any]:
+        """Returns all keys with their values, those that differ from the defaults
+        among them, and the size of the model.
+        """
+        return self._cached("config", FILENAME, self._read_configuration)
+
+    def published(self) -> dict[str, Any] | None:
+        """Returns the published curve of the task, over steps as they are logged."""
+        return self._cached("published", FILENAME, self._find_published)
+
+    def latest(self) -> dict[str, Any] | None:
+        """Returns step and score of the newest episode that is known."""
+        live = self.live().get("scores")
+        points = [p for p in live if isinstance(p, list)] if live else []
+        if not points:
+            points = sample_file(self.path / SCORES, SCORE, 1)
+        if not points or not isinstance(points[-1][1], int | float):
+            return None
+        return {"step": points[-1][0], "score": points[-1][1]}
+
+    def _cached(self, what: str, name: str | None, read: Any) -> Any:
+        """Returns what was read, unless its file has changed since."""
+        stamp = _stamp(self.path / name) if name else self._whole_stamp()
+        with self._lock:
+            found = self._cache.get(what)
+        if found is not None and found[0] == stamp:
+            return found[1]
+        value = read()
+        with self._lock:
+            self._cache[what] = (stamp, value)
+        return value
+
+    def _whole_stamp(self) -> Any:
+        return (*self.stamp(), int(time.time() / LIVE_SECONDS))
+
+    def _read_live(self) -> dict[str, Any]:
+        found = _read_json(self.path / LIVE)
+        return found if isinstance(found, dict) else {}
+
+    def _read_lines(self) -> list[dict[str, Any]]:
+        try:
+            with (self.path / EVENTS).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - EVENT_BYTES))
+                rows = parse_lines(file.read())
+        except OSError:
+            return []
+        return [row for row in rows if isinstance(row.get("time"), int | float)]
+
+    def _read_events(self) -> list[dict[str, Any]]:
+        rows = [row for row in self._read_lines() if row.get("kind") != STEP]
+        return rows[-SHOWN_EVENTS:]
+
+    def _read_ticks(self) -> list[dict[str, Any]]:
+        return [
+            row
+            for row in self._read_lines()
+            if row.get("kind") == STEP and isinstance(row.get("step"), int | float)
+        ]
+
+    def _read_head(self) -> dict[str, Any]:
+        try:
+            text = (self.path / FILENAME).read_text("utf-8", errors="replace")
+        except OSError:
+            return {"task": "", "seed": "", "steps": 0.0, "setting": self.identity}
+        lines = text.splitlines()
+        own = re.compile(rf"({'|'.join(OWN_KEYS)}):")
+        setting = "\n".join(line for line in lines if not own.match(line))
+        steps = re.search(r"^run:\n(?:  .*\n)*?  steps: (\S+)", text, re.MULTILINE)
+        return {
+            "task": _top_key(text, "task"),
+            "seed": _top_key(text, "seed"),
+            "steps": _number(steps.group(1) if steps else 0),
+            "setting": hashlib.sha256(setting.encode()).hexdigest()[:12],
+        }
+
+    def _summarize(self) -> dict[str, Any]:
+        head, latest = self.head(), self.latest()
+        begin = _number((self.events() or [{}])[0].get("time"))
+        begin = begin or _mtime(self.path / FILENAME)
+        newest = max(_mtime(self.path / x) for x in (LIVE, METRICS, SCORES))
+        curve = sample_file(self.path / SCORES, SCORE, CURVE_POINTS)
+        return {
+            "id": self.identity,
+            "name": self.name,
+            **head,
+            "state": self.state(),
+            "step": self.step(),
+            "seconds": max(0.0, newest - begin) if begin and newest else 0.0,
+            "changed": newest,
+            "score": latest["score"] if latest else None,
+            "curve": curve,
+            "rate": _number((self.live().get("rates") or {}).get("env")),
+        }
+
+    def _read_configuration(self) -> dict[str, Any]:
+        try:
+            values = flatten(dict(run_config(self.path)))
+        except (ConfigError, OSError) as error:
+            return {"error": " ".join(str(error).split()), "values": {}, "changed": {}}
+        defaults = flatten(read_blocks()["defaults"])
+        changed = {
+            key: [_shown(defaults.get(key)), _shown(value)]
+            for key, value in values.items()
+            if _shown(defaults.get(key)) != _shown(value)
+        }
+        shown = {key: _shown(value) for key, value in values.items()}
+        return {"values": shown, "changed": changed, "size": model_size(values)}
+
+    def _find_published(self) -> dict[str, Any] | None:
+        try:
+            config = flatten(dict(run_config(self.path)))
+        except (ConfigError, OSError):
+            return None
+        repeat = int(config.get(f"env.{config['task'].partition('_')[0]}.repeat", 1))
+        empty = np.zeros(0)
+        curve = Curve(
+            *(config["task"], "", config["seed"], repeat, empty, empty, config)
+        )
+        found = find_published(curve)
+        if found is None:
+            return None
+        return {
+            "steps": (np.asarray(found.steps) * repeat).tolist(),
+            "mean": np.asarray(found.mean).tolist(),
+            "low": np.asarray(found.seeds).min(0).tolist(),
+            "high": np.asarray(found.seeds).max(0).tolist(),
+        }
+
+    def _holder_lives(self) -> bool:
+        """Whether the process that is noted in the logdir's lock is there."""
+        text = _read_text(self.path / LOCK)
+        match = re.fullmatch(r"process (\d+) of (\S+)", text.strip())
+        if not match:
+            return False
+        return _alive({"pid": int(match.group(1)), "host": match.group(2)})
+
+
+def _alive(started: dict[str, Any]) -> bool:
+    """Whether a process is there; one of another host counts as such."""
+    pid = started.get("pid")
+    if started.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return True
+    return pid > 0 and os.path.exists(f"/proc/{pid}")
+
+
+def _stamp(path: Path) -> Any:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _read_text(path: Path) -> str:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(LIVE_BYTES).decode(errors="replace")
+    return ""
+
+
+def _read_json(path: Path) -> Any:
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(_read_text(path))
+    return None
+
+
+def _top_key(text: str, key: str) -> str:
+    match = re.search(rf"^{key}: (.*)$", text, re.MULTILINE)
+    return match.group(1).strip().strip("'\"") if match else ""
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(list(value) if isinstance(value, tuple) else value)

@@ -1,0 +1,199 @@
+"""Metrics of a run as columns, read as they are appended. The view's server.
+
+metrics = MetricFile(logdir / "metrics.jsonl")
+metrics.update()                              # Reads what is new since last time.
+steps, values = metrics.column("train/loss")  # [N] float64 each.
+steps, values = thin(steps, values, 800)
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import math
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BLOCK = 1 << 20  # Bytes that are parsed at once.
+LINE = 1 << 16  # Bytes around a position in which a sample looks for a whole line.
+MOST_NAMES = 5000  # Of metrics in one file; a run has a few hundred.
+STEP = "step"
+
+
+class MetricFile:
+    """A file of JSON lines as columns, by name of the metric. Any thread.
+
+    A file that has become shorter was written anew, and is read from its start. What
+    is no JSON object is left out, as is a last line without its end.
+
+    Args:
+      path: of the file, which may not be there yet.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._lock = threading.Lock()  # Guards what is below.
+        self._offset = 0
+        self._columns: dict[str, tuple[array.array, array.array]] = {}
+
+    def update(self) -> bool:
+        """Reads what was appended; returns whether there was anything."""
+        with self._lock:
+            try:
+                with self._path.open("rb") as file:
+                    return self._read(file)
+            except OSError:
+                return False
+
+    def names(self) -> list[str]:
+        """Returns the names of all metrics, sorted."""
+        with self._lock:
+            return sorted(self._columns)
+
+    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns steps and values, [N] float64 each, in the order of the file."""
+        with self._lock:
+            steps, values = self._columns.get(name, (array.array("d"),) * 2)
+            return np.array(steps, np.float64), np.array(values, np.float64)
+
+    def _read(self, file: Any) -> bool:
+        size = os.fstat(file.fileno()).st_size
+        if size < self._offset:
+            self._offset, self._columns = 0, {}
+        file.seek(self._offset)
+        found = False
+        while block := file.read(BLOCK):
+            end = block.rfind(b"\n") + 1
+            while not end and (more := file.read(BLOCK)):  # A very long line.
+                block += more
+                end = block.rfind(b"\n") + 1
+            if not end:
+                break
+            self._offset += end
+            file.seek(self._offset)
+            for row in parse_lines(block[:end]):
+                self._add(row)
+            found = True
+        return found
+
+    def _add(self, row: dict[str, Any]) -> None:
+        step = row.get(STEP)
+        if type(step) not in (int, float):
+            return
+        columns = self._columns
+        for name, value in row.items():
+            if type(value) not in (int, float) or name == STEP:
+                continue
+            column = columns.get(name)
+            if column is None:
+                if len(columns) >= MOST_NAMES:
+                    continue
+                column = columns[name] = (array.array("d"), array.array("d"))
+            try:
+                column[1].append(value)
+            except OverflowError:  # A whole number beyond any float.
+                continue
+            column[0].append(step)
+
+
+def parse_lines(block: bytes) -> list[dict[str, Any]]:
+    """Returns the JSON objects of whole lines; what is none is left out."""
+    lines = block.split(b"\n")
+    try:  # All at once, which takes a third of the time.
+        rows = json.loads(b"[" + b",".join(line for line in lines if line) + b"]")
+    except ValueError:
+        rows = []
+        for line in lines:
+            try:
+                rows.append(json.loads(line))
+            except (ValueError, RecursionError):
+                continue
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def sample_file(path: Path, name: str, points: int) -> list[tuple[float, float]]:
+    """Returns a few values of a metric, spread over a file of any size.
+
+    Only lines at `points` places are read, so that it takes milliseconds.
+    """
+    found: list[tuple[float, float]] = []
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= LINE:
+                lines = file.read().splitlines()
+                chosen = np.linspace(0, len(lines) - 1, min(points, len(lines)))
+                rows = [lines[int(index)] for index in chosen]
+            else:
+                rows = [_line_at(file, size, i / points) for i in range(1, points + 1)]
+    except OSError:
+        return []
+    for line in rows:
+        for row in parse_lines(line):
+            point = (row.get(STEP), row.get(name))
+            if all(type(x) in (int, float) and math.isfinite(x) for x in point):
+                found.append((float(point[0]), float(point[1])))
+    return found
+
+
+def _line_at(file: Any, size: int, share: float) -> bytes:
+    """Returns the last whole line that ends before a place in the file."""
+    end = int(size * share)
+    for length in (1024, LINE):
+        start = max(0, end - length)
+        file.seek(start)
+        lines = file.read(end - start).split(b"\n")
+        # The first may lack its beginning, the last its end.
+        whole = lines[1:-1] if start else lines[:-1]
+        if whole:
+            return whole[-1]
+    return b""
+
+
+def thin(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
+    """Leaves out points that a chart of so many pixels would not show.
+
+    Args:
+      x: [N], in any order; returned ascending.
+      y: [N].
+      points: the most to return.
+
+    Returns:
+      At most `points` of the points, which have the least and the largest value of
+      each of `points / 2` parts of the axis. Values that are not finite are left out.
+    """
+    there = np.isfinite(x) & np.isfinite(y)
+    x, y = x[there], y[there]
+    if np.any(np.diff(x) < 0):  # The run went back to a checkpoint.
+        order = np.argsort(x, kind="stable")
+        x, y = x[order], y[order]
+    if len(x) <= points:
+        return x, y
+    parts = max(1, points // 2)
+    edges = np.linspace(x[0], x[-1], parts + 1)[1:-1]
+    bins = np.searchsorted(edges, x, side="right")
+    starts = np.flatnonzero(np.diff(bins, prepend=-1))
+    # Sorted by bin and then value: the first and last of each bin are its extremes.
+    order = np.lexsort((y, bins))
+    ends = np.append(starts[1:], len(x)) - 1
+    kept = np.unique(np.concatenate([order[starts], order[ends]]))
+    return x[kept], y[kept]
+
+
+def smooth(y: np.ndarray, window: int) -> np.ndarray:
+    """Returns the mean of each value and up to `window - 1` before it, [N]."""
+    if window <= 1 or not len(y):
+        return y
+    filled = np.where(np.isfinite(y), y, 0.0)
+    there = np.cumsum(np.concatenate([[0], np.isfinite(y)]))
+    sums = np.cumsum(np.concatenate([[0.0], filled]))
+    ends = np.arange(1, len(y) + 1)
+    starts = np.maximum(ends - window, 0)
+    counts = there[ends] - there[starts]
+    return np.where(
+        counts > 0, (sums[ends] - sums[starts]) / np.maximum(1, counts), np.nan
+    )

@@ -1,0 +1,139 @@
+"""Videos of a run, from its TensorBoard files. The view's server.
+
+These files have all that a run films: episodes (`epstats/policy_KEY`) and open-loop
+predictions (`report/openloop/KEY`). They are read as they grow, without their scalars.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+PATTERN = "events.out.tfevents.*"
+HEADER = 12  # Bytes before a record: its length and a checksum.
+FOOTER = 4
+SMALLEST = 100  # Bytes of a record with a picture.
+LARGEST = 1 << 28
+KEPT = 40  # Videos of each name, the newest.
+KINDS = {b"GIF8": "image/gif", b"\x89PNG": "image/png"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Video:
+    """A video, and where it lies."""
+
+    number: int
+    tag: str
+    step: int
+    time: float
+    kind: str
+    file: Path
+    offset: int
+    length: int
+
+
+class Videos:
+    """The videos of a run. Any thread.
+
+    Args:
+      logdir: of the run.
+    """
+
+    def __init__(self, logdir: Path):
+        self._logdir = logdir
+        self._lock = threading.Lock()  # Guards what is below.
+        self._offsets: dict[Path, int] = {}
+        self._found: dict[int, Video] = {}
+        self._next = 0
+
+    def update(self) -> list[Video]:
+        """Reads what is new; returns all that are kept, the oldest first."""
+        with self._lock:
+            for path in sorted(self._logdir.glob(PATTERN)):
+                if path.is_symlink():
+                    continue
+                try:
+                    self._scan(path)
+                except OSError:
+                    continue
+            self._forget()
+            return sorted(self._found.values(), key=lambda video: video.time)
+
+    def content(self, number: int) -> tuple[str, bytes] | None:
+        """Returns the kind and the bytes of a video by its number."""
+        with self._lock:
+            video = self._found.get(number)
+        if video is None:
+            return None
+        try:
+            with video.file.open("rb") as file:
+                file.seek(video.offset)
+                data = file.read(video.length)
+        except OSError:
+            return None
+        image = _image(data)
+        return (video.kind, image.image.encoded_image_string) if image else None
+
+    def _scan(self, path: Path) -> None:
+        offset = self._offsets.get(path, 0)
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            while offset + HEADER <= size:
+                file.seek(offset)
+                (length,) = struct.unpack("<Q", file.read(HEADER)[:8])
+                if length > LARGEST or offset + HEADER + length + FOOTER > size:
+                    break  # Damaged, or still being written.
+                if length >= SMALLEST:
+                    self._add(path, offset + HEADER, file.read(length))
+                offset += HEADER + length + FOOTER
+        self._offsets[path] = offset
+
+    def _add(self, path: Path, offset: int, data: bytes) -> None:
+        if not any(magic in data[:400] for magic in KINDS):
+            return
+        event, image = _event(data), _image(data)
+        if image is None or event is None:
+            return
+        kind = KINDS.get(image.image.encoded_image_string[:4])
+        if kind is None:
+            return
+        video = Video(
+            number=self._next,
+            tag=image.tag,
+            step=event.step,
+            time=event.wall_time,
+            kind=kind,
+            file=path,
+            offset=offset,
+            length=len(data),
+        )
+        self._found[self._next] = video
+        self._next += 1
+
+    def _forget(self) -> None:
+        by_tag: dict[str, list[Video]] = {}
+        for video in self._found.values():
+            by_tag.setdefault(video.tag, []).append(video)
+        for videos in by_tag.values():
+            for video in videos[:-KEPT]:
+                del self._found[video.number]
+
+
+def _event(data: bytes) -> Any:
+    from google.protobuf.message import DecodeError
+    from tensorboardX.proto.event_pb2 import Event
+
+    try:
+        return Event.FromString(data)
+    except DecodeError:
+        return None
+
+
+def _image(data: bytes) -> Any:
+    event = _event(data)
+    values = event.summary.value if event is not None else []
+    return next((value for value in values if value.HasField("image")), None)
