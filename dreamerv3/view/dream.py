@@ -74,6 +74,8 @@ class Dream:
         if self._config.random_agent:
             raise NoDream("This run has a random agent, which has no world model.")
         self._model: DreamModel = load_model(logdir, self._config)
+        # Compiled now, and not when a key is pressed.
+        self._model.imagine(self._model.initial(), self._model.no_action())
         self._env: Env | None = None
         self._context: list[dict[str, Any]] = []
         # The last step of the context, and what was recorded after it.
@@ -218,7 +220,7 @@ class Dream:
             step = {**{key: obs[key] for key in self._model.keys}, **_signals(obs)}
             latent = self._model.observe(latent, {**step, **self._model.no_action()})
             action = self._model.choose(latent)
-            latent["action"] = {key: value[None] for key, value in action.items()}
+            latent = self._model.followed(latent, action)
             steps.append({**step, **action})  # As in the replay.
         return steps
 
@@ -319,5 +321,5 @@ def _pixels(value: np.ndarray) -> dict[str, Any]:
         value = np.repeat(value[..., :1], 3, -1)
     value = value[..., :3]
     height, width, _ = value.shape
-    data = base64.b64encode(np.ascontiguousarray(value)).decode()
+    data = base64.b64encode(value.tobytes()).decode()
     return {"height": height, "width": width, "pixels": data}

@@ -23,6 +23,7 @@ from dreamerv3.agent import make_algorithm, set_up_devices
 from dreamerv3.policies.acting_agent import on_one_device
 from dreamerv3.policies.inference import agent_spaces, must_fit
 from embodied.base import Array, Spaces, Tree
+from embodied.jax.distributions import Categorical
 from embodied.jax.heads import action_vector
 from embodied.jax.param_names import (
     cast_matrices,
@@ -34,7 +35,7 @@ from embodied.run.saving import read_agent
 from embodied.space import Space
 
 Step = Mapping[str, Any]
-# Latent, and the action that was taken last, with a batch of one.
+# `latent`, with the action that followed, `shown` and `chosen`; a batch of one.
 State = dict[str, Any]
 
 
@@ -86,14 +87,13 @@ class DreamModel:
         self.keys = [key for key, _ in self.decoded]
         self._model = model
         self._key = jax.random.key(0)
+        # Two programs, each with the decoder: compiling takes longer than running.
         self._observe = eqx.filter_jit(_observe)
         self._imagine = eqx.filter_jit(_imagine)
-        self._show = eqx.filter_jit(_show)
-        self._choose = eqx.filter_jit(_choose)
 
     def initial(self) -> State:
         """Returns the state before the first step."""
-        return networks.init_carry(self._model, 1)
+        return {"latent": networks.init_carry(self._model, 1)}
 
     def no_action(self) -> dict[str, np.ndarray]:
         """Returns the action before the first step: zeros."""
@@ -102,23 +102,26 @@ class DreamModel:
     def observe(self, state: State, step: Step) -> State:
         """Shows the model a step: its observation, and the action that followed."""
         obs = {key: np.asarray(step[key])[None] for key in [*self.keys, "is_first"]}
-        state = self._observe(self._model, state, obs, self._next())
-        action = {key: np.asarray(step[key], x.dtype)[None] for key, x in self.actions}
-        return {**state, "action": action}
+        state = self._observe(self._model, state["latent"], obs, self._next())
+        return self.followed(state, step)
+
+    def followed(self, state: State, action: Mapping[str, Any]) -> State:
+        """Returns a state with the action that followed it."""
+        given = {key: np.asarray(action[key], x.dtype)[None] for key, x in self.actions}
+        return {**state, "latent": {**state["latent"], "action": given}}
 
     def imagine(self, state: State, action: Mapping[str, Any]) -> State:
         """Returns the state that an action leads to, by the model alone."""
-        given = {key: np.asarray(action[key], x.dtype)[None] for key, x in self.actions}
-        return self._imagine(self._model, state, given, self._next())
+        latent = self.followed(state, action)["latent"]
+        return self._imagine(self._model, latent, self._next())
 
     def choose(self, state: State) -> dict[str, np.ndarray]:
-        """Samples an action of the policy."""
-        actions = self._choose(self._model, state, self._next())
-        return {key: np.asarray(actions[key])[0] for key, _ in self.actions}
+        """Returns an action that the policy has sampled in a state."""
+        return {key: np.asarray(state["chosen"][key])[0] for key, _ in self.actions}
 
     def show(self, state: State) -> dict[str, Any]:
         """Decodes a state: observations, reward, continuation, value, policy."""
-        shown = jax.device_get(self._show(self._model, state))
+        shown = jax.device_get(state["shown"])
         policy = {
             key: {name: value[0].reshape(-1).tolist() for name, value in dist.items()}
             for key, dist in shown["policy"].items()
@@ -184,49 +187,54 @@ def describe_space(key: str, space: Space) -> dict[str, Any]:
     if space.discrete:
         classes = int(np.max(np.asarray(space.classes)))
     low, high = (np.asarray(x, np.float64) for x in (space.low, space.high))
-    bounds = [float(np.clip(low.min(), -1e6, 0)), float(np.clip(high.max(), 0, 1e6))]
     return {
         "key": key,
         "shape": list(space.shape),
         "classes": classes,
-        "low": int(low.min()) if space.discrete else bounds[0],
-        "high": bounds[1],
+        "low": float(np.clip(low.min(), -1e6, 1e6)),
+        "high": float(np.clip(high.max(), -1e6, 1e6)),
     }
 
 
-def _observe(model: networks.Model, state: State, obs: Tree, key: Array) -> State:
-    action = action_vector(model.pol.spaces, state["action"])
-    latent = {"deter": state["deter"], "stoch": state["stoch"]}
-    noise = model.dyn.noise(key, (1,))
-    latent, _ = model.dyn.step(latent, action, model.enc(obs), obs["is_first"], noise)
-    return latent
+def _observe(
+    model: networks.Model, carry: networks.Carry, obs: Tree, key: Array
+) -> State:
+    noise_key, action_key = jax.random.split(key)
+    latent, _ = model.dyn.step(
+        {"deter": carry["deter"], "stoch": carry["stoch"]},
+        action_vector(model.pol.spaces, carry["action"]),
+        model.enc(obs),
+        obs["is_first"],
+        model.dyn.noise(noise_key, (1,)),
+    )
+    return _decoded(model, {**latent, "action": carry["action"]}, action_key)
 
 
-def _imagine(model: networks.Model, state: State, action: Tree, key: Array) -> State:
-    vector = action_vector(model.pol.spaces, action)[:, None]
-    latent = {"deter": state["deter"], "stoch": state["stoch"]}
-    states = model.dyn.imagine(latent, vector, model.dyn.noise(key, (1, 1)))
-    return {**jax.tree.map(lambda x: x[:, 0], states), "action": action}
+def _imagine(model: networks.Model, carry: networks.Carry, key: Array) -> State:
+    noise_key, action_key = jax.random.split(key)
+    latent = {"deter": carry["deter"], "stoch": carry["stoch"]}
+    action = action_vector(model.pol.spaces, carry["action"])[:, None]
+    states = model.dyn.imagine(latent, action, model.dyn.noise(noise_key, (1, 1)))
+    latent = jax.tree.map(lambda x: x[:, 0], states)
+    return _decoded(model, {**latent, "action": carry["action"]}, action_key)
 
 
-def _choose(model: networks.Model, state: State, key: Array) -> Tree:
-    dists = model.pol(networks.features(state))
-    return model.pol.sample(dists, model.pol.noise(key, (1,)))
-
-
-def _show(model: networks.Model, state: State) -> Tree:
-    feat = networks.features(state)
-    outputs = model.dec(state["deter"], state["stoch"])
+def _decoded(model: networks.Model, latent: networks.Carry, key: Array) -> State:
+    feat = networks.features(latent)
+    outputs = model.dec(latent["deter"], latent["stoch"])
+    dists = model.pol(feat)
     policy = {}
-    for key, dist in model.pol(feat).items():
-        if hasattr(dist, "probs"):
-            policy[key] = {"probs": dist.probs}
+    for name, dist in dists.items():
+        if isinstance(dist, Categorical):
+            policy[name] = {"probs": dist.probs}
         else:
-            policy[key] = {"mean": dist.mean, "std": dist.std}
-    return {
+            policy[name] = {"mean": dist.mean, "std": dist.std}
+    shown = {
         "obs": model.dec.predictions(outputs),
         "reward": model.rew(feat).pred(),
         "continues": model.con(feat).prob(),
         "value": model.val(feat).pred(),
         "policy": policy,
     }
+    chosen = model.pol.sample(dists, model.pol.noise(key, (1,)))
+    return {"latent": latent, "shown": shown, "chosen": chosen}

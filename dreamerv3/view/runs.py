@@ -202,13 +202,13 @@ class Run:
 
     def latest(self) -> dict[str, Any] | None:
         """Returns step and score of the newest episode that is known."""
-        live = self.live().get("scores")
-        points = [p for p in live if isinstance(p, list)] if live else []
+        points: list[Any] = list(self.live().get("scores") or [])
         if not points:
-            points = sample_file(self.path / SCORES, SCORE, 1)
-        if not points or not isinstance(points[-1][1], int | float):
+            points = list(sample_file(self.path / SCORES, SCORE, 1))
+        if not points:
             return None
-        return {"step": points[-1][0], "score": points[-1][1]}
+        step, score = points[-1]
+        return {"step": step, "score": score}
 
     def _cached(self, what: str, name: str | None, read: Any) -> Any:
         """Returns what was read, unless its file has changed since."""

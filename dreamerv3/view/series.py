@@ -81,23 +81,33 @@ class MetricFile:
         return found
 
     def _add(self, row: dict[str, Any]) -> None:
-        step = row.get(STEP)
-        if type(step) not in (int, float):
+        step = _finite(row.get(STEP))
+        if step is None:
             return
         columns = self._columns
         for name, value in row.items():
-            if type(value) not in (int, float) or name == STEP:
+            number = None if name == STEP else _finite(value)
+            if number is None:
                 continue
             column = columns.get(name)
             if column is None:
                 if len(columns) >= MOST_NAMES:
                     continue
                 column = columns[name] = (array.array("d"), array.array("d"))
-            try:
-                column[1].append(value)
-            except OverflowError:  # A whole number beyond any float.
-                continue
             column[0].append(step)
+            column[1].append(number)
+
+
+def _finite(value: Any) -> float | None:
+    """Returns a finite number as a float; None for anything else."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
+    if type(value) is not int:
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # A whole number beyond any float.
+        return None
 
 
 def parse_lines(block: bytes) -> list[dict[str, Any]]:
@@ -134,9 +144,9 @@ def sample_file(path: Path, name: str, points: int) -> list[tuple[float, float]]
         return []
     for line in rows:
         for row in parse_lines(line):
-            point = (row.get(STEP), row.get(name))
-            if all(type(x) in (int, float) and math.isfinite(x) for x in point):
-                found.append((float(point[0]), float(point[1])))
+            step, value = _finite(row.get(STEP)), _finite(row.get(name))
+            if step is not None and value is not None:
+                found.append((step, value))
     return found
 
 

@@ -38,7 +38,12 @@ from dreamerv3.view.series import smooth, thin
 from dreamerv3.view.videos import Videos
 
 STATIC = Path(__file__).with_name("static")
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+KINDS = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 FILES = {path.name: path for path in sorted(STATIC.iterdir()) if path.suffix in KINDS}
 POLL_SECONDS = 0.5
 LIST_SECONDS = 2.0  # Between looks at all runs.

@@ -1,0 +1,249 @@
+// A person plays inside the world model, beside the truth where there is one.
+import { canvas, colour, el, get, number, post, show, tone } from "./page.js";
+
+const FRAMES = 10; // Each second, while the policy plays.
+const KEYS = "1234567890qwertyuiopasdfghjklzxcvbnm";
+const ARROWS = { ArrowLeft: 0, ArrowRight: 1, ArrowUp: 2, ArrowDown: 3 };
+
+export async function dreamPage(content, id) {
+  const run = await get(`api/run/${id}`);
+  const dream = new Dream(id);
+  content.replaceChildren(el("h1", {}, `Dream of ${run.summary.name}`), dream.element);
+  return () => dream.close();
+}
+
+class Dream {
+  constructor(id) {
+    Object.assign(this, { id, session: null, busy: false, playing: "", screens: new Map(), rewards: [] });
+    this.source = el("select", { "aria-label": "Where it begins", id: "source" },
+      el("option", { value: "replay" }, "at a moment of the replay"),
+      el("option", { value: "episode" }, "in an episode that the policy plays now"));
+    this.moment = el("input", { type: "range", min: 0, max: 1, step: 0.005, value: 0.8, "aria-label": "Moment of the replay, from the oldest to the newest" });
+    this.begin = el("button", { type: "button", class: "main", id: "begin", onclick: () => this.start() }, "Begin");
+    this.status = el("p", { class: "soft", role: "status", id: "status" }, "The model is shown what happened until then. From there on you play in its imagination.");
+    this.stage = el("div", { class: "dream", hidden: true });
+    this.element = el("div", {}, el("div", { class: "bar" },
+      el("label", {}, "Begin", this.source), el("label", {}, "moment", this.moment), this.begin), this.status, this.stage);
+    this.source.addEventListener("change", () => { this.moment.disabled = this.source.value !== "replay"; });
+    this.listener = (event) => this.key(event);
+    window.addEventListener("keydown", this.listener);
+    window.addEventListener("pagehide", () => this.close());
+  }
+
+  async start() {
+    this.begin.disabled = true;
+    this.stop();
+    this.status.textContent = "The model is loaded and compiled, which may take a minute …";
+    try {
+      const options = { do: "start", source: this.source.value, moment: Number(this.moment.value) };
+      const first = this.session ? await post(`api/dream/${this.session}`, options)
+        : await post("api/dream", { run: this.id, ...options });
+      this.session = first.session ?? this.session;
+      this.build(first);
+      this.take(first);
+      this.status.textContent = `The model of step ${number(first.step)}. Its context has ended: you play now.`;
+    } catch (problem) {
+      this.status.textContent = String(problem.message ?? problem);
+      if (/ended/.test(this.status.textContent)) this.session = null;
+    } finally {
+      this.begin.disabled = false;
+    }
+  }
+
+  build(first) {
+    this.actions = first.spaces.actions;
+    this.screens.clear();
+    this.rewards = [];
+    const screens = el("div", { class: "screens" });
+    for (const space of first.spaces.observations) {
+      for (const side of ["dream", "truth"]) {
+        const image = space.shape.length === 3;
+        const node = el("canvas", { class: image ? "" : "vector", role: "img", "aria-label": `${space.key}, ${side}` });
+        this.screens.set(`${side}/${space.key}`, node);
+        screens.append(el("figure", {}, node, el("figcaption", {}, `${space.key}: ${side}`)));
+      }
+    }
+    this.meters = el("div", { class: "card", id: "meters" });
+    this.policy = el("div", { class: "card", "aria-label": "Probabilities of the policy" });
+    this.curve = el("canvas", { class: "vector", role: "img", "aria-label": "Predicted rewards" });
+    this.stage.replaceChildren(el("div", { class: "card" }, screens, this.controls()),
+      el("div", {}, this.meters, this.policy, el("div", { class: "card strip" }, this.curve)));
+    this.stage.hidden = false;
+  }
+
+  controls() {
+    const mode = (name, text) => el("button", { type: "button", id: `play-${name}`, "aria-pressed": "false", onclick: () => this.play(name) }, text);
+    const buttons = el("div", { class: "keys", role: "group", "aria-label": "Actions" });
+    this.bound = new Map();
+    for (const space of this.actions) {
+      if (space.classes && !space.shape.length) this.discrete(space, buttons);
+      else if (!space.classes) this.continuous(space, buttons);
+    }
+    return el("div", {}, buttons, el("div", { class: "keys" },
+      mode("policy", "Policy plays"), mode("recorded", "As recorded"),
+      el("button", { type: "button", onclick: () => this.again() }, "Again from the context"),
+      el("span", { class: "soft" }, "Keys act; space lets the policy play.")));
+  }
+
+  discrete(space, buttons) {
+    for (let index = 0; index < space.classes; index++) {
+      const value = space.low + index, key = KEYS[index];
+      const act = () => this.step({ action: { [space.key]: value } });
+      if (key) this.bound.set(key, act);
+      const arrow = Object.keys(ARROWS).find((name) => ARROWS[name] === index);
+      if (arrow) this.bound.set(arrow, act);
+      buttons.append(el("button", { type: "button", onclick: act, "aria-label": `${space.key} ${value}` }, el("kbd", {}, key ?? "–"), ` ${space.key} ${value}`));
+    }
+  }
+
+  continuous(space, buttons) {
+    const size = space.shape.reduce((a, b) => a * b, 1);
+    const low = Math.max(space.low, -10), high = Math.min(space.high, 10);
+    const sliders = Array.from({ length: size }, (_, index) =>
+      el("input", { type: "range", min: low, max: high, step: (high - low) / 40, value: 0, "aria-label": `${space.key} ${index}` }));
+    const act = () => this.step({ action: { [space.key]: sliders.map((slider) => Number(slider.value)) } });
+    sliders.forEach((slider, index) => {
+      slider.addEventListener("input", act);
+      const [less, more] = [KEYS[2 * index], KEYS[2 * index + 1]];
+      const nudge = (amount) => () => { slider.value = Number(slider.value) + amount; act(); };
+      if (less) this.bound.set(less, nudge(-(high - low) / 8));
+      if (more) this.bound.set(more, nudge((high - low) / 8));
+      buttons.append(el("label", {}, el("kbd", {}, `${less ?? ""} ${more ?? ""}`), ` ${space.key} ${index}`, slider));
+    });
+    buttons.append(el("button", { type: "button", onclick: act }, "Step"));
+  }
+
+  key(event) {
+    if (!this.session || this.stage.hidden || event.ctrlKey || event.metaKey || event.altKey) return;
+    const input = event.target.closest?.("input, select");
+    if (input && event.key.startsWith("Arrow")) return;
+    if (event.key === " ") {
+      if (event.target.closest?.("button")) return;
+      this.play("policy");
+    } else if (this.bound?.has(event.key)) {
+      this.stop();
+      this.bound.get(event.key)();
+    } else return;
+    event.preventDefault();
+  }
+
+  // Lets somebody else choose the actions, until the same button or a key is pressed.
+  play(name) {
+    const same = this.playing === name;
+    this.stop();
+    if (same) return;
+    this.playing = name;
+    document.getElementById(`play-${name}`)?.setAttribute("aria-pressed", "true");
+    this.timer = setInterval(() => this.step({ [name]: true }), 1000 / FRAMES);
+  }
+
+  stop() {
+    clearInterval(this.timer);
+    this.playing = "";
+    for (const button of this.stage.querySelectorAll("[aria-pressed]")) button.setAttribute("aria-pressed", "false");
+  }
+
+  async step(choice) {
+    if (this.busy || !this.session) return;
+    this.busy = true;
+    try {
+      this.take(await post(`api/dream/${this.session}`, { do: "step", ...choice }));
+    } catch (problem) {
+      this.stop();
+      this.status.textContent = String(problem.message ?? problem);
+    } finally {
+      this.busy = false;
+    }
+  }
+
+  async again() {
+    this.stop();
+    try {
+      this.rewards = [];
+      this.take(await post(`api/dream/${this.session}`, { do: "restart" }));
+    } catch (problem) { this.status.textContent = String(problem.message ?? problem); }
+  }
+
+  take(frame) {
+    for (const [name, node] of this.screens) {
+      const [side, ...key] = name.split("/");
+      draw(node, frame[side]?.[key.join("/")]);
+    }
+    this.rewards.push([frame.reward, frame.true_reward ?? null]);
+    this.element.dataset.at = frame.at;
+    const pairs = [["Steps", null, String(frame.at)], ["Reward", null, number(frame.reward)],
+      ["Sum of rewards", null, number(frame.total)], ["Goes on", frame.continues, `${number(100 * frame.continues)}%`],
+      ["Value", null, number(frame.value)]];
+    if (frame.true_reward != null) pairs.push(["True reward", null, number(frame.true_reward)]);
+    if (frame.over) this.status.textContent = "The true episode is over. The dream goes on.";
+    this.meters.replaceChildren(...pairs.map(([text, share, value]) => meter(text, share, value)));
+    this.policy.replaceChildren(el("h2", {}, "Policy"), ...Object.entries(frame.policy).flatMap(([key, dist]) => bars(key, dist, frame.action?.[key])));
+    this.plot();
+  }
+
+  plot() {
+    const { context, width, height } = canvas(this.curve);
+    const points = this.rewards.slice(-100);
+    const all = points.flat().filter((value) => value != null);
+    const low = Math.min(0, ...all), high = Math.max(low + 1e-6, ...all);
+    [0, 1].forEach((index) => {
+      context.strokeStyle = colour(index);
+      context.beginPath();
+      points.forEach((pair, i) => { if (pair[index] != null) context.lineTo(2 + i * (width - 4) / 100, height - 4 - (pair[index] - low) / (high - low) * (height - 8)); });
+      context.stroke();
+    });
+    this.curve.setAttribute("aria-label", `Predicted rewards, the last ${number(points.at(-1)?.[0])}`);
+  }
+
+  close() {
+    this.stop();
+    window.removeEventListener("keydown", this.listener);
+    if (this.session) fetch(`api/dream/${this.session}/end`, { method: "POST", keepalive: true }).catch(show);
+    this.session = null;
+  }
+}
+
+function meter(text, share, value) {
+  return el("div", { class: "meter" }, el("span", {}, text),
+    share == null ? el("span") : el("progress", { max: 1, value: share, "aria-label": text }), el("span", {}, value));
+}
+
+function bars(key, dist, taken) {
+  if (dist.probs) {
+    return dist.probs.slice(0, 36).map((share, index) =>
+      meter(`${key} ${index}${taken === index ? " ◂" : ""}`, share, `${number(100 * share)}%`));
+  }
+  return dist.mean.slice(0, 36).map((mean, index) =>
+    meter(`${key} ${index}`, (mean + 1) / 2, `${number(mean)} ± ${number(dist.std[index])}`));
+}
+
+function draw(node, content) {
+  if (!content) {
+    const { context, width, height } = canvas(node);
+    context.fillStyle = tone("soft");
+    context.font = "13px system-ui, sans-serif";
+    context.fillText("not known", 8, Math.min(height, 40) / 2 + 4, width - 16);
+    return;
+  }
+  if (content.pixels) {
+    const data = Uint8Array.from(atob(content.pixels), (letter) => letter.charCodeAt(0));
+    [node.width, node.height] = [content.width, content.height];
+    const context = node.getContext("2d");
+    const image = context.createImageData(content.width, content.height);
+    for (let i = 0, j = 0; i < data.length; i += 3, j += 4) {
+      image.data[j] = data[i]; image.data[j + 1] = data[i + 1]; image.data[j + 2] = data[i + 2]; image.data[j + 3] = 255;
+    }
+    context.putImageData(image, 0, 0);
+    return;
+  }
+  const { context, width, height } = canvas(node);
+  const values = content.vector, top = Math.max(1e-6, ...values.map(Math.abs));
+  context.fillStyle = colour(0);
+  values.forEach((value, i) => {
+    const tall = value / top * (height / 2 - 4), wide = (width - 8) / values.length;
+    context.fillRect(4 + i * wide, height / 2 - Math.max(0, tall), Math.max(1, wide - 2), Math.abs(tall));
+  });
+  context.fillStyle = tone("line");
+  context.fillRect(0, height / 2, width, 1);
+  node.setAttribute("aria-label", `${node.getAttribute("aria-label").split(":")[0]}: ${values.slice(0, 8).map(number).join(", ")}`);
+}
