@@ -28,6 +28,7 @@ from dreamerv3.cli.factories import (
     make_stream,
 )
 from dreamerv3.cli.logdir import prepare_logdir
+from dreamerv3.view.beside import check_view, view_beside
 from embodied.base import Agent, Env, TaskError
 from embodied.checkpoint import CheckpointError
 from embodied.clock import LocalClock
@@ -72,7 +73,8 @@ def run_train(config: elements.Config) -> None:
     agent = _begin(config, "Training in", "saves and stops")
     replay, _, env, _, stream, logger = _factories(config)
     args = make_args(config)
-    result = train(lambda: agent, replay, env, stream, logger, args)
+    with view_beside(config):
+        result = train(lambda: agent, replay, env, stream, logger, args)
     print(texts.summary(config, result))
 
 
@@ -84,7 +86,8 @@ def run_train_eval(config: elements.Config) -> None:
             "Without evaluation, use --script train."
         )
     agent = _begin(config, "Training in", "saves and stops")
-    result = train_eval(lambda: agent, *_factories(config), make_args(config))
+    with view_beside(config):
+        result = train_eval(lambda: agent, *_factories(config), make_args(config))
     print(texts.summary(config, result))
 
 
@@ -114,11 +117,12 @@ def run_parallel(config: elements.Config) -> None:
     prepare_logdir(config)
     begin = time.monotonic()
     _announce(config, "Training in", "saves and stops")
-    parallel.combined(
-        functools.partial(make_agent, config, spaces),
-        *_factories(config),
-        make_args(config),
-    )
+    with view_beside(config):
+        parallel.combined(
+            functools.partial(make_agent, config, spaces),
+            *_factories(config),
+            make_args(config),
+        )
     print(texts.parallel_summary(config, time.monotonic() - begin))
 
 
@@ -129,7 +133,8 @@ def run_agent(config: elements.Config) -> None:
     spaces = make_spaces(config)
     prepare_logdir(config)
     make = functools.partial(make_agent, config, spaces)
-    parallel.parallel_agent(make, make_args(config))
+    with view_beside(config):
+        parallel.parallel_agent(make, make_args(config))
 
 
 def run_replay(config: elements.Config) -> None:
@@ -156,25 +161,17 @@ def run_view(config: elements.Config) -> None:
                 f"logdir: expected a run, or a folder of runs, got {folder}, which "
                 "is no folder."
             )
-    serve_view = _view_server()
+    check_view()
+    from dreamerv3.view.server import serve
+
     settings = config.view
-    serve_view(folders, settings.host, settings.port, settings.sessions)
-
-
-def _view_server() -> Callable[..., None]:
-    """Returns the function that serves the view.
-
-    Raises:
-      ConfigError: the packages that it needs are not installed.
-    """
     try:
-        from dreamerv3.view.server import serve
-    except ModuleNotFoundError as error:
+        serve(folders, settings.host, settings.port, settings.sessions)
+    except OSError as error:
         raise ConfigError(
-            f"The view expected the package {error.name!r}, which is not installed. "
-            "Run: pip install 'dreamerv3-parallel[view]'"
+            f"view.host, view.port: expected an address to listen at, got "
+            f"{settings.host} and {settings.port} ({error})."
         ) from error
-    return serve
 
 
 def run_env(config: elements.Config) -> None:

@@ -202,7 +202,7 @@ class Run:
 
     def latest(self) -> dict[str, Any] | None:
         """Returns step and score of the newest episode that is known."""
-        points: list[Any] = list(self.live().get("scores") or [])
+        points: list[Any] = list(self.live().get("scores", ()))
         if not points:
             points = list(sample_file(self.path / SCORES, SCORE, 1))
         if not points:
@@ -227,7 +227,7 @@ class Run:
 
     def _read_live(self) -> dict[str, Any]:
         found = _read_json(self.path / LIVE)
-        return found if isinstance(found, dict) else {}
+        return _checked_live(found) if isinstance(found, dict) else {}
 
     def _read_lines(self) -> list[dict[str, Any]]:
         try:
@@ -282,7 +282,7 @@ class Run:
             "changed": newest,
             "score": latest["score"] if latest else None,
             "curve": curve,
-            "rate": _number((self.live().get("rates") or {}).get("env")),
+            "rate": self.live().get("rates", {}).get("env", 0.0),
         }
 
     def _read_configuration(self) -> dict[str, Any]:
@@ -326,6 +326,37 @@ class Run:
         if not match:
             return False
         return _alive({"pid": int(match.group(1)), "host": match.group(2)})
+
+
+def _checked_live(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a `live.json` has in the types that it should have."""
+
+    def numbers(value: Any) -> dict[str, float]:
+        given = value if isinstance(value, dict) else {}
+        return {k: v for k, v in given.items() if isinstance(v, int | float)}
+
+    scores, hosts = found.get("scores"), found.get("hosts")
+    return {
+        **{k: _number(found.get(k)) for k in ("time", "step", "episodes", "reported")},
+        **{k: str(found.get(k) or "") for k in ("state", "host", "bottleneck")},
+        "pid": found["pid"] if isinstance(found.get("pid"), int) else 0,
+        "rates": numbers(found.get("rates")),
+        "metrics": numbers(found.get("metrics")),
+        "scores": [
+            point
+            for point in (scores if isinstance(scores, list) else [])
+            if isinstance(point, list)
+            and len(point) == 2
+            and all(isinstance(value, int | float) for value in point)
+        ],
+        "hosts": {
+            name: {"roles": dict(host["roles"])}
+            for name, host in (hosts if isinstance(hosts, dict) else {}).items()
+            if isinstance(host, dict)
+            and isinstance(host.get("roles"), dict)
+            and all(isinstance(told, dict) for told in host["roles"].values())
+        },
+    }
 
 
 def _alive(started: dict[str, Any]) -> bool:

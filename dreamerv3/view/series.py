@@ -136,8 +136,8 @@ def sample_file(path: Path, name: str, points: int) -> list[tuple[float, float]]
             size = os.fstat(file.fileno()).st_size
             if size <= LINE:
                 lines = file.read().splitlines()
-                chosen = np.linspace(0, len(lines) - 1, min(points, len(lines)))
-                rows = [lines[int(index)] for index in chosen]
+                chosen = np.linspace(len(lines) - 1, 0, min(points, len(lines)))
+                rows = [lines[int(index)] for index in chosen[::-1]]
             else:
                 rows = [_line_at(file, size, i / points) for i in range(1, points + 1)]
     except OSError:

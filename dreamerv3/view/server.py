@@ -273,7 +273,7 @@ class Pages:
         if name == SCORE:
             run.scores.update()
             x, y = run.scores.column(name)
-            if len(x):
+            if len(x) or run.live().get("scores"):
                 return _with_live_scores(run, x, y)
         run.metrics.update()
         return run.metrics.column(name)
@@ -346,6 +346,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     sessions: int = 2,
+    token: str = "",
 ) -> None:
     """Serves until Ctrl-C or SIGTERM, and prints the address.
 
@@ -354,6 +355,10 @@ def serve(
       host: interface to listen at.
       port: 0 for a free one.
       sessions: dreams at a time.
+      token: the first part of every path; by default a new one.
+
+    Raises:
+      OSError: it cannot listen there.
     """
     import uvicorn
 
@@ -361,7 +366,8 @@ def serve(
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
-    token = secrets.token_urlsafe(18)
+    listener.listen()  # So that whoever reads the address can connect.
+    token = token or secrets.token_urlsafe(18)
     shown = f"[{host}]" if ":" in host else host
     hosts = LOOPBACK if host in LOOPBACK else ()
     address = f"http://{shown}:{listener.getsockname()[1]}/{token}/"
@@ -445,15 +451,8 @@ def _with_live_scores(
     run: Run, x: np.ndarray, y: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Adds episodes that have ended since scores were written last."""
-    live = run.live().get("scores") or []
-    newer = [
-        (point[0], point[1])
-        for point in live
-        if isinstance(point, list)
-        and len(point) == 2
-        and all(isinstance(value, int | float) for value in point)
-        and point[0] > x[-1]
-    ]
+    last = x[-1] if len(x) else -np.inf
+    newer = [point for point in run.live().get("scores", ()) if point[0] > last]
     if not newer:
         return x, y
     steps, values = np.array(newer, np.float64).T

@@ -1,0 +1,256 @@
+"""The pages in a real browser: a live run, a finished one, and the dream."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+from view_testing import (
+    QUICK,
+    ROOT,
+    ask,
+    browser,
+    browser_missing,
+    env_worker,
+    running,
+    view,
+    wait_for,
+    write_run,
+)
+
+pytest.importorskip("starlette", reason="the extra `view` is not installed")
+pytestmark = [
+    pytest.mark.skipif(bool(browser_missing()), reason=browser_missing() or "there"),
+    pytest.mark.timeout(180),
+]
+
+NASTY = "train/<img src=x onerror=document.title='harm'>../../../etc"
+SHOTS = os.environ.get("VIEW_SCREENSHOTS")  # A folder, to keep pictures of pages.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("browser")
+    for seed in range(3):
+        finished = write_run(folder / f"finished{seed}", "atari100k_boxing", seed)
+    metrics = [{"step": 10 * i, NASTY: i, "train/loss": 1 / i} for i in range(1, 9)]
+    with (finished / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in metrics)
+    events = [{"time": 1e9 + i, "kind": "save", "text": NASTY} for i in range(5)]
+    (finished / "events.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def live(folder):
+    """A run that is running, without JAX; its process."""
+    with running(*QUICK, "--logdir", folder / "live") as process:
+        wait_for((folder / "live/scores.jsonl").exists, "the first score")
+        yield process
+
+
+@pytest.fixture(scope="module")
+def address(folder, dreamer, live):
+    with view(folder, dreamer) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def chromium(address):
+    with browser() as driver:
+        yield driver
+
+
+@pytest.fixture
+def page(chromium, address):
+    """Opens a page; at the end the console must be empty."""
+    chromium.get("about:blank")
+
+    def go(path, wait=""):
+        chromium.get("about:blank")
+        chromium.get(f"{address}#/{path}")
+        if wait:
+            wait_for(lambda: text(chromium, wait), f"{wait} of {path}")
+        return chromium
+
+    yield go
+    entries = chromium.get_log("browser")
+    assert [entry["message"] for entry in entries] == []
+    assert chromium.title != "harm"
+
+
+def find(driver, selector):
+    return driver.find_elements("css selector", selector)
+
+
+def text(driver, selector):
+    from selenium.common.exceptions import StaleElementReferenceException
+
+    try:
+        return " ".join(element.text for element in find(driver, selector)).strip()
+    except StaleElementReferenceException:  # Drawn anew at this moment.
+        return ""
+
+
+def identity(address, name):
+    runs = ask(f"{address}api/runs")
+    return next(run["id"] for run in runs if run["name"].split("/")[-1] == name)
+
+
+def drawn(driver, selector="canvas"):
+    """Whether there is anything on a canvas."""
+    script = """
+const node = document.querySelector(arguments[0]);
+if (!node || !node.width) return false;
+const data = node.getContext("2d").getImageData(0, 0, node.width, node.height).data;
+return data.some((value) => value > 0);
+"""
+    return driver.execute_script(script, selector)
+
+
+def keep(driver, name, height=900):
+    if SHOTS:
+        driver.set_window_size(1280, height)
+        time.sleep(1)  # For what moves to come to rest.
+        driver.save_screenshot(str(pathlib.Path(SHOTS) / f"{name}.png"))
+        driver.set_window_size(1280, 900)
+
+
+def test_all_runs_and_seeds_as_a_band(page):
+    driver = page("runs", "tbody tr")
+    wait_for(lambda: "5 runs" in text(driver, "[role=status]"), "all runs")
+    assert "live" in text(driver, "tbody .state.live")
+    boxes = [
+        box
+        for box in find(driver, "tbody input")
+        if "finished" in box.get_attribute("aria-label")
+    ]
+    assert len(boxes) == 3
+    for box in boxes:
+        box.click()
+    wait_for(lambda: drawn(driver, ".chart canvas"), "the chart that compares")
+    label = find(driver, ".chart canvas")[0].get_attribute
+    wait_for(lambda: "3 seeds" in label("aria-label"), "the band of seeds")
+    keep(driver, "runs")
+
+
+def test_a_live_run_shows_new_scores_without_a_reload(page, address, folder):
+    run = identity(address, "live")
+    driver = page(f"run/{run}", "#state")
+    assert text(driver, "#state") == "live"
+    driver.execute_script("window.same = true")
+    wait_for(lambda: "steps/s" in text(driver, "#box-env"), "the rate of the envs")
+    wait_for(lambda: drawn(driver, ".chart.large canvas"), "the curve of scores")
+    label = find(driver, ".chart.large canvas")[0].get_attribute
+    before = label("aria-label")
+    wait_for(lambda: label("aria-label") != before, "a new score", seconds=20)
+    assert driver.execute_script("return window.same")
+
+
+def test_a_killed_worker_is_seen_in_the_strip_and_in_its_box(page, address, live):
+    driver = page(f"run/{identity(address, 'live')}", "#box-env")
+    wait_for(lambda: "restarts" in text(driver, "#box-env"), "the state of workers")
+    assert "0 restarts" in text(driver, "#box-env")
+    os.kill(wait_for(lambda: env_worker(live), "the worker"), signal.SIGKILL)
+    wait_for(lambda: "env-0 is restarted" in text(driver, "#events"), "the event")
+    wait_for(lambda: "1 restarts" in text(driver, "#box-env"), "the restart in the box")
+    assert "restart" in text(driver, "#events .kind.restart")
+
+
+def test_a_finished_run_with_names_that_would_harm(page, address):
+    driver = page(f"run/{identity(address, 'finished2')}", "#state")
+    assert text(driver, "#state") == "ended"
+    label = find(driver, ".chart.large canvas")[0].get_attribute("aria-label")
+    assert "published" in label
+    search = find(driver, "#search")[0]
+    search.send_keys("onerror")
+    wait_for(lambda: NASTY in text(driver, ".charts h3"), "the metric of that name")
+    assert NASTY in text(driver, "#events")
+    assert not find(driver, "main img")
+    assert "atari100k_boxing" in text(driver, "table[aria-label^=Keys]")
+
+
+def test_zoom_and_smoothing_by_keyboard(page, address):
+    driver = page(f"run/{identity(address, 'finished0')}", "#state")
+    chart = find(driver, ".chart.large canvas")[0]
+    wait_for(lambda: "50 at" in chart.get_attribute("aria-label"), "the curve")
+    chart.send_keys("+")
+    wait_for(lambda: "50 at" not in chart.get_attribute("aria-label"), "the zoom")
+    chart.send_keys("0")
+    wait_for(lambda: "50 at" in chart.get_attribute("aria-label"), "the whole curve")
+    from selenium.webdriver.common.keys import Keys
+
+    find(driver, "input[type=range]")[0].send_keys(Keys.ARROW_RIGHT * 3)
+    wait_for(lambda: "46.5 at" in chart.get_attribute("aria-label"), "the mean of 8")
+    chart.send_keys(Keys.ARROW_RIGHT)
+    wait_for(lambda: "step" in text(driver, ".chart.large .reading"), "the reading")
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_pages_are_readable_at(page, address, width):
+    driver = page("runs", "tbody tr")
+    driver.set_window_size(width, 800)
+    try:
+        for path in ("runs", f"run/{identity(address, 'live')}"):
+            page(path, "tbody tr" if path == "runs" else "#state")
+            script = "return document.documentElement.scrollWidth - window.innerWidth"
+            assert driver.execute_script(script) <= 0
+    finally:
+        driver.set_window_size(1280, 900)
+
+
+def test_dark_and_light(page):
+    driver = page("runs", "tbody tr")
+    script = "return getComputedStyle(document.body).backgroundColor"
+    before = driver.execute_script(script)
+    find(driver, "#theme")[0].click()
+    assert driver.execute_script(script) != before
+
+
+def test_everything_that_can_be_used_has_a_name(page, address):
+    driver = page(f"run/{identity(address, 'live')}", "#state")
+    script = """
+return [...document.querySelectorAll("button, input, select, canvas, a, img")]
+  .filter((node) => !(node.getAttribute("aria-label") || node.textContent.trim()
+    || node.closest("label") || node.alt)).map((node) => node.outerHTML)
+"""
+    assert driver.execute_script(script) == []
+
+
+def test_without_the_token_there_is_nothing(chromium, address):
+    chromium.get(address.rsplit("/", 2)[0] + "/")
+    assert "token" in chromium.page_source and "canvas" not in chromium.page_source
+    chromium.get_log("browser")  # The browser notes that it was refused.
+
+
+def test_the_dream_answers_to_keys(page, address):
+    driver = page(f"dream/{identity(address, 'dreamer')}", "#begin")
+    find(driver, "#begin")[0].click()
+    wait_for(lambda: "you play now" in text(driver, "#status"), "the dream", 120)
+    from selenium.webdriver.common.keys import Keys
+
+    def at():
+        return driver.execute_script(
+            "return Number(document.querySelector('[data-at]').dataset.at)"
+        )
+
+    assert at() == 0 and drawn(driver, ".screens canvas")
+    body = find(driver, "body")[0]
+    body.send_keys("2")
+    wait_for(lambda: at() == 1, "a step by a key")
+    body.send_keys(Keys.ARROW_LEFT)
+    wait_for(lambda: at() == 2, "a step by an arrow")
+    find(driver, "#play-policy")[0].click()
+    wait_for(lambda: at() > 6, "steps of the policy")
+    find(driver, "#play-policy")[0].click()
+    assert "Value" in text(driver, "#meters")
+    keep(driver, "dream", 1000)
+
+
+def test_screenshots_are_in_the_documents():
+    for name in ("view-run", "view-dream", "view-runs"):
+        assert (ROOT / "docs/images" / f"{name}.png").is_file()

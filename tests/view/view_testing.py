@@ -1,0 +1,210 @@
+"""Runs, servers and browsers for tests of the view."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SECONDS = 60
+# A run that starts at once, without JAX.
+QUICK = (
+    *("--configs", "debug", "--random_agent", "True", "--script", "parallel"),
+    *("--task", "dummy_disc", "--run.envs", "3", "--run.eval_envs", "0"),
+    *("--run.log_every", "1", "--logger.outputs", "jsonl"),
+    *(
+        "--run.train_ratio",
+        "0.1",
+    ),
+)
+# A run with a model that was never updated, and steps of a random policy.
+DREAMER = """
+import sys
+import elements, numpy
+from dreamerv3.main import load_config, make_agent, make_env, make_replay
+from dreamerv3.cli.config import make_args
+from dreamerv3.cli.logdir import kept_config, prepare_logdir
+from embodied.random_agent import RandomAgent
+from embodied.run.saving import RunCheckpoint
+from embodied.run.settings import RunSettings
+config = load_config(sys.argv[1:])
+with kept_config(config.logdir):
+    prepare_logdir(config)
+    env, replay = make_env(config, 0), make_replay(config, "replay")
+    agent = make_agent(config)
+    spaces = {k: v for k, v in env.act_space.items() if k != "reset"}
+    random = RandomAgent(env.obs_space, spaces)
+    action, carry = {k: v.sample() for k, v in spaces.items()}, random.init_policy(1)
+    last = True
+    for _ in range(200):
+        obs = env.step({**action, "reset": numpy.bool_(last)})
+        last = bool(obs["is_last"])
+        batch = {k: numpy.asarray(v)[None] for k, v in obs.items()}
+        carry, chosen, _ = random.policy(carry, batch)
+        action = {k: v[0] for k, v in chosen.items()}
+        kept = {k: v for k, v in obs.items() if not k.startswith("log/")}
+        replay.add({**kept, **action})
+    settings, counter = RunSettings.from_args(make_args(config)), elements.Counter(200)
+    assert RunCheckpoint(settings, counter, agent, {"replay": replay}).save()
+"""
+
+
+def make_dreamer(folder, *flags):
+    """Writes the logdir of a run that can be dreamed of, in a process of its own."""
+    given = ("--configs", "debug", "--task", "dummy_disc", "--replay_context", "0")
+    command = [sys.executable, "-c", DREAMER, *given, "--logdir", folder, *flags]
+    done = subprocess.run(
+        list(map(str, command)), env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+
+
+def wait_for(condition, what, seconds=SECONDS):
+    """Returns the first true value of a condition; says what did not come in time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{what} did not come within {seconds} s.")
+
+
+def program(*arguments):
+    command = [sys.executable, "-m", "dreamerv3.main", *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@contextlib.contextmanager
+def running(*arguments):
+    """A program that is ended with the block."""
+    process = program(*arguments)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+@contextlib.contextmanager
+def view(*folders, flags=()):
+    """The address of a view of some folders."""
+    with running("--script", "view", "--logdir", *folders, *flags) as process:
+        line = process.stdout.readline()
+        assert "The view is at" in line, line + process.stdout.read()
+        yield line.rsplit(maxsplit=1)[-1]
+
+
+def fetch(address, data=None, headers=None):
+    """Status, headers and body of a request."""
+    request = urllib.request.Request(address, data, headers or {})
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS) as reply:
+            return reply.status, reply.headers, reply.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read()
+
+
+def ask(address, body=None):
+    """The JSON of an answer that must be good."""
+    data = None if body is None else json.dumps(body).encode()
+    status, _, content = fetch(address, data, {"Content-Type": "application/json"})
+    assert status == 200, content
+    return json.loads(content)
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_run(folder, task="dummy_disc", seed=0, rows=50):
+    """The files of a run that ended, without having run."""
+    config = (ROOT / "dreamerv3/configs.yaml").read_text()
+    match = re.search(r"^defaults:\n(.*?)^\S", config, re.MULTILINE | re.DOTALL)
+    lines = [line[2:] for line in match.group(1).splitlines()]
+    text = "\n".join(lines) + "\n"
+    text = re.sub(r"(?m)^task: .*", f"task: {task}", text)
+    text = re.sub(r"(?m)^seed: .*", f"seed: {seed}", text)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(text)
+    scores = [{"step": 10 * i, "episode/score": float(i)} for i in range(1, rows + 1)]
+    write_rows(folder / "scores.jsonl", scores)
+    metrics = [{"step": 10 * i, "train/loss": 1 / i} for i in range(1, rows + 1)]
+    write_rows(folder / "metrics.jsonl", metrics)
+    return folder
+
+
+def env_worker(process):
+    """The number of a process that steps an environment of a run."""
+    import psutil
+
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any("env-0" in part for part in child.cmdline()):
+                return child.pid
+    return None
+
+
+def browser_missing():
+    """Why there is no browser to test with; empty if there is one."""
+    try:
+        import selenium  # noqa: F401
+    except ImportError:
+        return "selenium is not installed"
+    for name in ("chromium", "chromedriver"):
+        if shutil.which(name) is None:
+            return f"{name} is not installed (Debian: apt install chromium-driver)"
+    return ""
+
+
+@contextlib.contextmanager
+def browser(width=1280, height=900):
+    """Debian's chromium, without a screen."""
+    if reason := browser_missing():
+        pytest.skip(reason)
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",  # Root may not have one.
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
+        "--force-device-scale-factor=1",
+        f"--window-size={width},{height}",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    try:
+        yield driver
+    finally:
+        driver.quit()
