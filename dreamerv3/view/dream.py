@@ -28,7 +28,7 @@ from embodied.checkpoint import CheckpointError
 from embodied.driver import EnvError
 from embodied.replay.chunkfiles import STEPS, ChunkFolder
 
-PRIORITY = 10  # What is added to the nice value: the run comes first.
+PRIORITY = 5  # What is added to the nice value: the run comes first.
 CONTEXT = 32  # Steps that the model is shown.
 MOST_CONTEXT = 256
 SIGNALS = ("is_first", "is_last", "is_terminal", "reward")

@@ -35,7 +35,8 @@ from embodied.run.saving import read_agent
 from embodied.space import Space
 
 Step = Mapping[str, Any]
-# `latent`, with the action that followed, `shown` and `chosen`; a batch of one.
+# `latent`, with the action that followed, and `shown` and `chosen` once they were
+# decoded; a batch of one.
 State = dict[str, Any]
 
 
@@ -87,9 +88,9 @@ class DreamModel:
         self.keys = [key for key, _ in self.decoded]
         self._model = model
         self._key = jax.random.key(0)
-        # Two programs, each with the decoder: compiling takes longer than running.
         self._observe = eqx.filter_jit(_observe)
         self._imagine = eqx.filter_jit(_imagine)
+        self._decode = eqx.filter_jit(_decode)
 
     def initial(self) -> State:
         """Returns the state before the first step."""
@@ -102,8 +103,8 @@ class DreamModel:
     def observe(self, state: State, step: Step) -> State:
         """Shows the model a step: its observation, and the action that followed."""
         obs = {key: np.asarray(step[key])[None] for key in [*self.keys, "is_first"]}
-        state = self._observe(self._model, state["latent"], obs, self._next())
-        return self.followed(state, step)
+        latent = self._observe(self._model, state["latent"], obs, self._next())
+        return self.followed({"latent": latent}, step)
 
     def followed(self, state: State, action: Mapping[str, Any]) -> State:
         """Returns a state with the action that followed it."""
@@ -113,15 +114,16 @@ class DreamModel:
     def imagine(self, state: State, action: Mapping[str, Any]) -> State:
         """Returns the state that an action leads to, by the model alone."""
         latent = self.followed(state, action)["latent"]
-        return self._imagine(self._model, latent, self._next())
+        return {"latent": self._imagine(self._model, latent, self._next())}
 
     def choose(self, state: State) -> dict[str, np.ndarray]:
         """Returns an action that the policy has sampled in a state."""
-        return {key: np.asarray(state["chosen"][key])[0] for key, _ in self.actions}
+        chosen = self._decoded(state)["chosen"]
+        return {key: np.asarray(chosen[key])[0] for key, _ in self.actions}
 
     def show(self, state: State) -> dict[str, Any]:
         """Decodes a state: observations, reward, continuation, value, policy."""
-        shown = jax.device_get(state["shown"])
+        shown = jax.device_get(self._decoded(state)["shown"])
         policy = {
             key: {name: value[0].reshape(-1).tolist() for name, value in dist.items()}
             for key, dist in shown["policy"].items()
@@ -176,6 +178,12 @@ class DreamModel:
             "observations": [describe_space(k, space) for k, space in self.decoded],
         }
 
+    def _decoded(self, state: State) -> State:
+        """Decodes a state once, since most of the context need not be."""
+        if "shown" not in state:
+            state |= self._decode(self._model, state["latent"], self._next())
+        return state
+
     def _next(self) -> Array:
         self._key, key = jax.random.split(self._key)
         return key
@@ -198,28 +206,28 @@ def describe_space(key: str, space: Space) -> dict[str, Any]:
 
 def _observe(
     model: networks.Model, carry: networks.Carry, obs: Tree, key: Array
-) -> State:
-    noise_key, action_key = jax.random.split(key)
+) -> networks.Carry:
     latent, _ = model.dyn.step(
         {"deter": carry["deter"], "stoch": carry["stoch"]},
         action_vector(model.pol.spaces, carry["action"]),
         model.enc(obs),
         obs["is_first"],
-        model.dyn.noise(noise_key, (1,)),
+        model.dyn.noise(key, (1,)),
     )
-    return _decoded(model, {**latent, "action": carry["action"]}, action_key)
+    return {**latent, "action": carry["action"]}
 
 
-def _imagine(model: networks.Model, carry: networks.Carry, key: Array) -> State:
-    noise_key, action_key = jax.random.split(key)
+def _imagine(
+    model: networks.Model, carry: networks.Carry, key: Array
+) -> networks.Carry:
     latent = {"deter": carry["deter"], "stoch": carry["stoch"]}
     action = action_vector(model.pol.spaces, carry["action"])[:, None]
-    states = model.dyn.imagine(latent, action, model.dyn.noise(noise_key, (1, 1)))
+    states = model.dyn.imagine(latent, action, model.dyn.noise(key, (1, 1)))
     latent = jax.tree.map(lambda x: x[:, 0], states)
-    return _decoded(model, {**latent, "action": carry["action"]}, action_key)
+    return {**latent, "action": carry["action"]}
 
 
-def _decoded(model: networks.Model, latent: networks.Carry, key: Array) -> State:
+def _decode(model: networks.Model, latent: networks.Carry, key: Array) -> State:
     feat = networks.features(latent)
     outputs = model.dec(latent["deter"], latent["stoch"])
     dists = model.pol(feat)
@@ -237,4 +245,4 @@ def _decoded(model: networks.Model, latent: networks.Carry, key: Array) -> State
         "policy": policy,
     }
     chosen = model.pol.sample(dists, model.pol.noise(key, (1,)))
-    return {"latent": latent, "shown": shown, "chosen": chosen}
+    return {"shown": shown, "chosen": chosen}
