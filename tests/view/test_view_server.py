@@ -5,11 +5,21 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 
 import psutil
 import pytest
-from view_testing import ask, fetch, program, running, view, wait_for, write_run
+from view_testing import (
+    QUICK,
+    ask,
+    fetch,
+    program,
+    running,
+    view,
+    wait_for,
+    write_run,
+)
 
 pytest.importorskip("starlette", reason="the extra `view` is not installed")
 
@@ -187,3 +197,28 @@ def test_the_server_leaves_on_sigterm_while_a_page_is_open(folder):
         assert connection.recv(100)
         os.kill(process.pid, 15)
         process.communicate(timeout=20)
+
+
+def test_beside_a_run_it_comes_back_at_the_same_address(tmp_path):
+    with running(*QUICK, "--run.view", "True", "--logdir", tmp_path / "run") as process:
+        lines = iter(process.stdout.readline, "")
+        address = next(x for x in lines if "The view is at" in x).rsplit(maxsplit=1)[-1]
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        wait_for(lambda: ask(f"{address}api/runs")[0]["step"] > 0, "steps of the run")
+        assert ask(f"{address}api/runs")[0]["state"] == "live"
+        port = int(address.split(":")[2].split("/")[0])
+        listeners = [
+            entry.pid
+            for entry in psutil.net_connections("tcp")
+            if entry.status == "LISTEN" and entry.laddr.port == port
+        ]
+        os.kill(listeners[0], 9)
+        wait_for(lambda: _answers(address), "the view again")
+        assert process.poll() is None
+
+
+def _answers(address):
+    try:
+        return fetch(address)[0] == 200
+    except OSError:
+        return False

@@ -18,6 +18,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECONDS = 60
+SHOTS = os.environ.get("VIEW_SCREENSHOTS")  # A folder, to keep pictures of pages.
 # A run that starts at once, without JAX.
 QUICK = (
     *("--configs", "debug", "--random_agent", "True", "--script", "parallel"),
@@ -208,3 +209,40 @@ def browser(width=1280, height=900):
         yield driver
     finally:
         driver.quit()
+
+
+def find(driver, selector):
+    return driver.find_elements("css selector", selector)
+
+
+def text(driver, selector):
+    from selenium.common.exceptions import StaleElementReferenceException
+
+    try:
+        return " ".join(element.text for element in find(driver, selector)).strip()
+    except StaleElementReferenceException:  # Drawn anew at this moment.
+        return ""
+
+
+def identity(address, name):
+    runs = ask(f"{address}api/runs")
+    return next(run["id"] for run in runs if run["name"].split("/")[-1] == name)
+
+
+def drawn(driver, selector="canvas"):
+    """Whether there is anything on a canvas."""
+    script = """
+const node = document.querySelector(arguments[0]);
+if (!node || !node.width) return false;
+const data = node.getContext("2d").getImageData(0, 0, node.width, node.height).data;
+return data.some((value) => value > 0);
+"""
+    return driver.execute_script(script, selector)
+
+
+def keep(driver, name, height=900):
+    if SHOTS:
+        driver.set_window_size(1280, height)
+        time.sleep(1)  # For what moves to come to rest.
+        driver.save_screenshot(str(pathlib.Path(SHOTS) / f"{name}.png"))
+        driver.set_window_size(1280, 900)

@@ -8,7 +8,7 @@ import types
 import psutil
 import pytest
 
-from embodied.run.parallel.env_usage import WorkerUsage
+from embodied.run.parallel.env_usage import RoleStates, WorkerUsage
 
 
 class Workers:
@@ -56,3 +56,22 @@ def test_a_worker_that_ends_meanwhile_fails_nothing(monkeypatch, error):
 
     monkeypatch.setattr(psutil.Process, "cpu_percent", fail)
     assert usage.result()["workers"] == 1
+
+
+def test_states_of_roles_name_workers_that_are_away():
+    def worker(name, role, state, pid=None):
+        return types.SimpleNamespace(
+            name=name, role=role, state=state, pid=pid, restarts=1, waiting=False
+        )
+
+    workers = [
+        worker("agent", "agent", "running"),
+        worker("env-0", "env", "running", os.getpid()),
+        worker("env-1", "env", "backing off"),
+    ]
+    supervisor = types.SimpleNamespace(status=lambda: workers)
+    roles = RoleStates(supervisor).result()
+    env = roles["env"]
+    assert (env["workers"], env["running"], env["restarts"]) == (2, 1, 2)
+    assert env["away"] == ["env-1: backing off"] and env["memory_gb"] > 0
+    assert "memory_gb" not in roles["agent"]  # A thread, which reports by itself.

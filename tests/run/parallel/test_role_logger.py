@@ -1,10 +1,14 @@
 """The logger role without its server."""
 
+import json
+import time
+
 import numpy as np
 import pytest
 from role_testing import Background, Notes, make_args, wait_until
 
 from embodied.rpc import Unanswered
+from embodied.run.live import record_events
 from embodied.run.parallel.logger import LoggerRole
 
 
@@ -164,3 +168,35 @@ def test_transitions_that_do_not_fit_are_refused():
         role.tran({"reward": np.zeros(1)})
     with pytest.raises(ValueError, match="reward"):
         role.tran({**batch([0, 1]), "reward": np.zeros(3, np.float32)})
+
+
+class TestLive:
+    """What is shown of a run while it runs."""
+
+    def test_steps_scores_and_metrics_are_those_of_this_moment(self):
+        role, _ = make_role()
+        assert role.live()["scores"] == []
+        role.tran(batch([0, 1], first=True))
+        role.tran(batch([0], reward=2.0, last=True))
+        role.tran(batch([1], is_eval=True, first=True))
+        role.add({"server/actor/calls": 3, "train/loss": 1.0, "usage/gc/top": "text"})
+        live = role.live()
+        assert live["step"] == 3 and live["episodes"] == 1
+        assert live["scores"] == [(3, 3.0)]
+        assert live["metrics"] == {"server/actor/calls": 3}
+        assert live["reported"] > 1e9
+
+    def test_hosts_come_and_go(self, tmp_path, monkeypatch):
+        role, _ = make_role()
+        now = [1e9]
+        monkeypatch.setattr(time, "time", lambda: now[0])
+        told = {"host": "far", "pid": 7, "roles": {"env": {"workers": 2}}}
+        with record_events(tmp_path):
+            role.tell_roles(json.dumps(told))
+            role.tell_roles(json.dumps(told))
+            assert role.live()["hosts"]["far (7)"]["roles"]["env"]["workers"] == 2
+            now[0] += 11
+            assert role.live()["hosts"] == {}
+        lines = (tmp_path / "events.jsonl").read_text().splitlines()
+        texts = [json.loads(line)["text"] for line in lines]
+        assert texts == ["Host far (7) has come.", "Host far (7) has gone."]

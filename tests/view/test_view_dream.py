@@ -1,0 +1,163 @@
+"""The dream: a model that is shown a moment, and played in."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from view_testing import (
+    ask,
+    browser,
+    browser_missing,
+    drawn,
+    fetch,
+    find,
+    keep,
+    text,
+    view,
+    wait_for,
+)
+
+from dreamerv3.view.dream import NoDream, read_moment
+
+pytest.importorskip("starlette", reason="the extra `view` is not installed")
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def address(dreamer):
+    with view(dreamer, flags=("--view.sessions", "1")) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def identity(address):
+    (run,) = ask(f"{address}api/runs")
+    return run["id"]
+
+
+@pytest.fixture
+def session(address, identity):
+    """A dream of a moment of the replay; a function that makes a step in it."""
+    first = ask(f"{address}api/dream", {"run": identity, "moment": 0.3})
+
+    def step(do="step", **choice):
+        return ask(f"{address}api/dream/{first['session']}", {"do": do, **choice})
+
+    step.first = first
+    step.address = f"{address}api/dream/{first['session']}"
+    yield step
+    ask(f"{step.address}/end", {})
+
+
+def refused(address, body):
+    headers = {"Content-Type": "application/json"}
+    status, _, content = fetch(address, json.dumps(body).encode(), headers)
+    assert status >= 400, content
+    return json.loads(content)["error"]
+
+
+def test_moments_of_the_replay(dreamer):
+    before, after = read_moment(dreamer, 0.5, 8)
+    assert 1 <= len(before) <= 8 and len(before[0]["image"].shape) == 3
+    assert not any(step["is_first"] for step in [*before[1:], *after])
+    oldest, _ = read_moment(dreamer, 0.0, 8)
+    assert oldest[0]["is_first"]
+    newest, rest = read_moment(dreamer, 1.0, 8)
+    assert rest and not np.array_equal(newest[-1]["image"], oldest[0]["image"])
+    counts = [read_moment(dreamer, m, 1)[0][0]["count"] for m in (0.1, 0.2, 0.3)]
+    assert len(set(map(float, counts))) == 3
+
+
+def test_without_a_replay_there_is_a_reason(tmp_path):
+    with pytest.raises(NoDream, match="saved yet"):
+        read_moment(tmp_path, 0.5, 8)
+
+
+def test_a_step_shows_what_the_model_makes_of_it(session):
+    first = session.first
+    (action,) = first["spaces"]["actions"]
+    assert action["key"] == "act_disc" and action["classes"] == 5
+    assert first["at"] == 0 and {"dream", "truth"} <= set(first)
+    image = first["dream"]["image"]
+    assert (image["height"], image["width"]) == (64, 64) and image["pixels"]
+    frame = session(action={"act_disc": 2})
+    assert frame["at"] == 1 and frame["action"] == {"act_disc": 2}
+    assert 0 <= frame["continues"] <= 1 and np.isfinite(frame["value"])
+    assert sum(frame["policy"]["act_disc"]["probs"]) == pytest.approx(1, abs=1e-3)
+    assert len(frame["dream"]["vector"]["vector"]) == 7
+    assert session(policy=True)["at"] == 2
+
+
+def test_the_truth_is_there_as_long_as_the_recorded_actions_are_taken(session):
+    recorded = session(recorded=True)
+    assert "truth" in recorded and recorded["true_reward"] is not None
+    again = session(do="restart")
+    assert again["at"] == 0 and again["truth"] == session.first["truth"]
+    taken = recorded["action"]["act_disc"]
+    other = session(action={"act_disc": (taken + 1) % 5})
+    assert "truth" not in other
+    assert "recorded" in refused(session.address, {"do": "step", "recorded": True})
+
+
+def test_an_episode_is_played_beside_the_true_env(session):
+    first = session(do="start", source="episode", context=5)
+    assert "truth" in first and len(first["context"]) == 5
+    frames = [session(policy=True) for _ in range(3)]
+    counts = [frame["truth"]["count"]["vector"][0] for frame in frames]
+    assert counts == sorted(counts) and counts[0] < counts[-1]
+    assert "cannot be played again" in refused(session.address, {"do": "restart"})
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"do": "fly"}, "expected to"),
+        ({"do": "step", "action": {"act_disc": "left"}}, "expected numbers"),
+        ({"do": "step", "action": {"act_disc": [1, 2, 3]}}, "expected numbers"),
+        ({"do": "start", "moment": 7}, "from 0 to 1"),
+        ({"do": "start", "context": 10**9}, "context expected"),
+    ],
+)
+def test_what_cannot_be_done_has_a_reason(session, body, reason):
+    assert reason in refused(session.address, body)
+    assert session(action={"act_disc": 10**6})["action"] == {"act_disc": 4}
+
+
+def test_sessions_are_limited(session, address, identity):
+    answer = refused(f"{address}api/dream", {"run": identity})
+    assert "1 dreams at a time" in answer
+    assert "has ended" in refused(f"{address}api/dream/none", {"do": "step"})
+
+
+@pytest.mark.skipif(bool(browser_missing()), reason=browser_missing() or "there")
+def test_the_dream_answers_to_keys(address, identity):
+    with browser() as driver:
+        driver.get(f"{address}#/dream/{identity}")
+        wait_for(lambda: text(driver, "#begin"), "the page")
+        _play(driver)
+        assert [entry["message"] for entry in driver.get_log("browser")] == []
+
+
+def _play(driver):
+    find(driver, "#begin")[0].click()
+    wait_for(lambda: "you play now" in text(driver, "#status"), "the dream", 120)
+    from selenium.webdriver.common.keys import Keys
+
+    def at():
+        return driver.execute_script(
+            "return Number(document.querySelector('[data-at]').dataset.at)"
+        )
+
+    assert at() == 0 and drawn(driver, ".screens canvas")
+    body = find(driver, "body")[0]
+    body.send_keys("2")
+    wait_for(lambda: at() == 1, "a step by a key")
+    body.send_keys(Keys.ARROW_LEFT)
+    wait_for(lambda: at() == 2, "a step by an arrow")
+    find(driver, "#play-policy")[0].click()
+    wait_for(lambda: at() > 6, "steps of the policy")
+    find(driver, "#play-policy")[0].click()
+    assert "Value" in text(driver, "#meters")
+    keep(driver, "dream", 1000)
