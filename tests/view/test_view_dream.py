@@ -37,18 +37,24 @@ def identity(address):
     return run["id"]
 
 
-@pytest.fixture
-def session(address, identity):
-    """A dream of a moment of the replay; a function that makes a step in it."""
+@pytest.fixture(scope="module")
+def started(address, identity):
+    """The first frame of a dream, of which there is one for all tests."""
     first = ask(f"{address}api/dream", {"run": identity, "moment": 0.3})
+    yield first
+    ask(f"{address}api/dream/{first['session']}/end", {})
+
+
+@pytest.fixture
+def session(address, started):
+    """A dream of a moment of the replay; a function that makes a step in it."""
 
     def step(do="step", **choice):
-        return ask(f"{address}api/dream/{first['session']}", {"do": do, **choice})
+        return ask(step.address, {"do": do, **choice})
 
-    step.first = first
-    step.address = f"{address}api/dream/{first['session']}"
-    yield step
-    ask(f"{step.address}/end", {})
+    step.address = f"{address}api/dream/{started['session']}"
+    step.first = step(do="start", moment=0.3)
+    return step
 
 
 def refused(address, body):
@@ -56,6 +62,40 @@ def refused(address, body):
     status, _, content = fetch(address, json.dumps(body).encode(), headers)
     assert status >= 400, content
     return json.loads(content)["error"]
+
+
+@pytest.mark.skipif(bool(browser_missing()), reason=browser_missing() or "there")
+def test_the_dream_answers_to_keys(address, identity):
+    with browser() as driver:
+        driver.get(f"{address}#/dream/{identity}")
+        wait_for(lambda: text(driver, "#begin"), "the page")
+        _play(driver)
+        driver.get(f"{address}#/runs")  # Leaving the page ends the dream.
+        wait_for(lambda: text(driver, "tbody tr"), "the list of runs")
+        assert [entry["message"] for entry in driver.get_log("browser")] == []
+
+
+def _play(driver):
+    find(driver, "#begin")[0].click()
+    wait_for(lambda: "you play now" in text(driver, "#status"), "the dream", 120)
+    from selenium.webdriver.common.keys import Keys
+
+    def at():
+        return driver.execute_script(
+            "return Number(document.querySelector('[data-at]').dataset.at)"
+        )
+
+    assert at() == 0 and drawn(driver, ".screens canvas")
+    body = find(driver, "body")[0]
+    body.send_keys("2")
+    wait_for(lambda: at() == 1, "a step by a key")
+    body.send_keys(Keys.ARROW_LEFT)
+    wait_for(lambda: at() == 2, "a step by an arrow")
+    find(driver, "#play-policy")[0].click()
+    wait_for(lambda: at() > 6, "steps of the policy")
+    find(driver, "#play-policy")[0].click()
+    assert "Value" in text(driver, "#meters")
+    keep(driver, "dream", 1000)
 
 
 def test_moments_of_the_replay(dreamer):
@@ -129,35 +169,3 @@ def test_sessions_are_limited(session, address, identity):
     answer = refused(f"{address}api/dream", {"run": identity})
     assert "1 dreams at a time" in answer
     assert "has ended" in refused(f"{address}api/dream/none", {"do": "step"})
-
-
-@pytest.mark.skipif(bool(browser_missing()), reason=browser_missing() or "there")
-def test_the_dream_answers_to_keys(address, identity):
-    with browser() as driver:
-        driver.get(f"{address}#/dream/{identity}")
-        wait_for(lambda: text(driver, "#begin"), "the page")
-        _play(driver)
-        assert [entry["message"] for entry in driver.get_log("browser")] == []
-
-
-def _play(driver):
-    find(driver, "#begin")[0].click()
-    wait_for(lambda: "you play now" in text(driver, "#status"), "the dream", 120)
-    from selenium.webdriver.common.keys import Keys
-
-    def at():
-        return driver.execute_script(
-            "return Number(document.querySelector('[data-at]').dataset.at)"
-        )
-
-    assert at() == 0 and drawn(driver, ".screens canvas")
-    body = find(driver, "body")[0]
-    body.send_keys("2")
-    wait_for(lambda: at() == 1, "a step by a key")
-    body.send_keys(Keys.ARROW_LEFT)
-    wait_for(lambda: at() == 2, "a step by an arrow")
-    find(driver, "#play-policy")[0].click()
-    wait_for(lambda: at() > 6, "steps of the policy")
-    find(driver, "#play-policy")[0].click()
-    assert "Value" in text(driver, "#meters")
-    keep(driver, "dream", 1000)

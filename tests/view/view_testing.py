@@ -125,7 +125,7 @@ def fetch(address, data=None, headers=None):
     """Status, headers and body of a request."""
     request = urllib.request.Request(address, data, headers or {})
     try:
-        with urllib.request.urlopen(request, timeout=SECONDS) as reply:
+        with urllib.request.urlopen(request, timeout=4 * SECONDS) as reply:
             return reply.status, reply.headers, reply.read()
     except urllib.error.HTTPError as error:
         return error.code, error.headers, error.read()
