@@ -154,7 +154,8 @@ def run_logger(config: elements.Config) -> None:
 
 def run_view(config: elements.Config) -> None:
     """Shows runs in the browser, until Ctrl-C."""
-    folders = [config.logdir, *filter(None, config.view.folders)]
+    further = [folder for folder in config.view.folders if folder != "none"]
+    folders = [config.logdir, *further]
     for folder in folders:
         if not pathlib.Path(folder).is_dir():
             raise ConfigError(

@@ -205,23 +205,35 @@ class Dream:
         return shown
 
     def _play(self, count: int) -> list[dict[str, Any]]:
-        """Starts the environment, and lets the policy play in it."""
+        """Starts the environment, and lets the policy play in it.
+
+        An episode that ends before is played anew, for half as long, so that there is
+        something left of it.
+        """
         from dreamerv3.cli.factories import make_env
 
         self._env = make_env(self._config, 0)
+        while True:
+            steps = self._play_steps(self._env, count)
+            if not steps[-1]["is_last"]:
+                return steps
+            count = max(1, len(steps) // 2)
+
+    def _play_steps(self, env: Env, count: int) -> list[dict[str, Any]]:
+        """Returns the first steps of an episode, up to its end."""
         steps: list[dict[str, Any]] = []
         latent = self._model.initial()
         action = self._model.no_action()
         for index in range(count):
             taken = self._model.clipped(action)
-            obs = self._env.step({**taken, "reset": np.bool_(index == 0)})
-            if index and obs["is_last"]:
-                break  # Before the end, for something to be left to play.
+            obs = env.step({**taken, "reset": np.bool_(index == 0)})
             step = {**{key: obs[key] for key in self._model.keys}, **_signals(obs)}
             latent = self._model.observe(latent, {**step, **self._model.no_action()})
             action = self._model.choose(latent)
             latent = self._model.followed(latent, action)
             steps.append({**step, **action})  # As in the replay.
+            if step["is_last"]:
+                break
         return steps
 
     def _step_env(self, action: Mapping[str, Any]) -> dict[str, Any] | None:

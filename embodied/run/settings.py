@@ -68,6 +68,9 @@ class RunSettings:
     restarts: Mapping[str, int] = dataclasses.field(default_factory=_restarts)
     stall_timeout: float = 1800.0
 
+    # Started by the program, beside the run.
+    view: bool = False
+
     # Roles, and where they are.
     actor_addr: str
     replay_addr: str

@@ -88,9 +88,16 @@ CONTRACT = {
         "actor_timeout": 0.05,
         "env_timeout": 300,
         "stall_timeout": 1800,
+        "view": False,
         "restarts": {"env": 10, "replay": 3, "logger": 3, "agent": 3},
         "keep": 3,
         "max_nonfinite": 50,
+    },
+    "view": {
+        "host": "127.0.0.1",
+        "port": 0,
+        "sessions": 2,
+        "folders": ("none",),
     },
     "replay": {
         "size": 5e6,

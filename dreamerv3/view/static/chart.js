@@ -69,6 +69,12 @@ export class Chart {
     context.beginPath();
     context.rect(LEFT, 0, width - LEFT - RIGHT, height - BOTTOM);
     context.clip();
+    if (this.series.every((item) => !item.x.length)) {
+      context.fillStyle = tone("soft");
+      context.font = "13px system-ui, sans-serif";
+      context.textAlign = "center";
+      context.fillText("no values yet", (width + LEFT) / 2, height / 2 - BOTTOM);
+    }
     this.series.forEach((item, index) => this.line(context, item, item.colour ?? index, x, y));
     context.restore();
     if (this.drag) {

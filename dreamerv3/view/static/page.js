@@ -35,7 +35,7 @@ export function show(problem) {
   if (problem) setTimeout(() => { place.textContent = ""; }, 8000);
 }
 
-const SHORT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
+const SHORT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
 export function number(value) {
   if (value == null || !Number.isFinite(value)) return "–";

@@ -98,6 +98,6 @@ function line([title, prefix, size, queue], metrics) {
   const perCall = value("calls") ? value(size) / value("calls") : 0;
   const latency = value("latency_p50");
   node.append(el("br"), `${number(rate)} calls/s, ${bytes(perCall * rate)}/s`, el("br"),
-    `${number(1000 * latency)} ms, queue ${number(value(queue))}`);
+    `${latency >= 1 ? `${number(latency)} s` : `${number(1000 * latency)} ms`}, queue ${number(value(queue))}`);
   return node;
 }
