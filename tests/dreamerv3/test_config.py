@@ -32,6 +32,7 @@ ATARI = {
 
 CONTRACT = {
     "logdir": "~/logdir/{timestamp}",
+    "logdir_access": "user",  # Ours.
     "replica": 0,
     "replicas": 1,
     "task": "dummy_disc",

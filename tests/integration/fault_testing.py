@@ -269,7 +269,11 @@ def check_ratio(run, lost=False, waits=True):
 
 
 def check_metrics(logdir):
-    """Every line is whole, whoever was killed while writing."""
+    """Every line is whole, whoever was killed while writing, and steps never go back.
+
+    Not even where a resume, or a logger that was restarted, has gone back.
+    """
     for name in ("metrics.jsonl", "scores.jsonl"):
-        for line in pathlib.Path(logdir, name).read_text().splitlines():
-            assert json.loads(line)["step"] >= 0
+        lines = pathlib.Path(logdir, name).read_text().splitlines()
+        steps = [json.loads(line)["step"] for line in lines]
+        assert steps and steps == sorted(steps)

@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from embodied.base import Agent, Tree
-from embodied.checkpoint import Checkpoint, CheckpointError, FileRecord
+from embodied.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    DiskTooSmallError,
+    FileRecord,
+)
 from embodied.replay import ReplayCut
 from embodied.run.parallel.replicas import Replicas
 from embodied.run.saving import AGENT, FOLDER, PartWriter, load_agent, must_continue
@@ -32,7 +37,7 @@ DISCARD_SECONDS = 10.0
 NO_TAG = "-"  # In place of a tag, if there can be no save.
 # How a save ended, told by the first replica to all.
 SAVED, NOT_COMMITTED, UNCLEAR = "saved", "not committed", "unclear"
-NOT_SAVED = "A checkpoint could not be saved, training goes on. %s"
+NOT_SAVED = "A checkpoint could not be saved, training goes on. %s %s"
 FILES_LEFT = "Files of that save may be left. %s"
 _COUNT_BYTES = 8
 
@@ -191,14 +196,18 @@ class Conductor:
         except Exception as error:  # Nothing that is there already is lost by it.
             if self._abandoned.is_set():
                 return False
-            logger.warning(NOT_SAVED, error)
+            if isinstance(error, DiskTooSmallError) and self._replicas.alone:
+                self._conclude(tag, [own], starts)
+                self._take_back(tag)
+                raise  # No save could ever succeed, which the first one finds.
+            self._warn(error)
         every = self._replicas.gather(name, own)
         outcome = self._conclude(tag, every, starts) if self._replicas.first else ""
         outcome = self._replicas.gather(f"{name} done", outcome)[0]
         if outcome == SAVED:
             return True
         if not self._replicas.alone:
-            logger.warning(NOT_SAVED, "Another replica may say why.")
+            self._warn("Another replica may say why.")
         if outcome == NOT_COMMITTED:
             self._take_back(tag)
         return False
@@ -221,7 +230,7 @@ class Conductor:
                 self._commit(tag, every, starts)
                 return SAVED
         except Exception as error:
-            logger.warning(NOT_SAVED, error)
+            self._warn(error)
         try:
             # What was committed after all, although that raised, is left alone.
             return NOT_COMMITTED if self._checkpoint.discard(tag) else UNCLEAR
@@ -240,6 +249,9 @@ class Conductor:
             if now != starts:
                 raise CheckpointError("A role was restarted meanwhile.")
             self._checkpoint.commit(tag, records, {"step": step})
+
+    def _warn(self, reason: object) -> None:
+        logger.warning(NOT_SAVED, reason, self._checkpoint.what_stands())
 
     def _take_back(self, tag: str) -> None:
         """Removes the roles' files of a save that failed, for the next to have room."""
@@ -270,9 +282,14 @@ class RoleCheckpoint:
     def load(self, names: Iterable[str]) -> dict[str, Tree]:
         """Returns the parts of the newest checkpoint; those it lacks are left out.
 
-        What this role has saved before its start is not committed from here on.
+        What this role has saved before its start is not committed from here on, and
+        files that it was writing when it was killed are removed.
         """
         self._starts.add()
+        names = list(names)
+        for name in names:  # A replay has files in a folder of its name, too.
+            for folder in (f"{FOLDER}/{name}", name):
+                self._checkpoint.remove_temporary(folder + self._suffix)
         manifest = self._checkpoint.newest(shared=True)
         if manifest is None:
             return {}
@@ -290,6 +307,10 @@ class RoleCheckpoint:
         save that began before `load` is refused, and a later one needs this role.
         """
         return self._checkpoint.listed()
+
+    def begin(self) -> None:
+        """Makes ready for a save, before the state of its moment is taken."""
+        self._writer.discard_uncommitted()
 
     def write(
         self, tag: str, states: Mapping[str, Tree | ReplayCut], meta: Mapping[str, Any]

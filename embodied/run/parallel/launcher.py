@@ -31,6 +31,9 @@ from embodied.workers.thread import Worker
 
 GRACE = 10.0  # Seconds for roles to end after the agent.
 LAST_SAVE = 60.0  # Seconds for the agent to save when an environment ends the run.
+# Errors, by name, that an agent in its own process would only make again.
+_FINAL = ("ConfigError", "DiskTooSmallError", "ReplayMemoryError", "SetupError")
+AGENT_LIMITS = dict.fromkeys(_FINAL, 0)
 
 log = logging.getLogger("embodied.run")
 
@@ -173,7 +176,7 @@ def _add_agent(
         return thread
 
     if args.agent_process:
-        policy = RestartPolicy(args.restarts["agent"], limits={"ReplayMemoryError": 0})
+        policy = RestartPolicy(args.restarts["agent"], limits=AGENT_LIMITS)
         supervisor.add("agent", "agent", make_process, policy, progress)
         threading.Thread(
             target=_pass_on,

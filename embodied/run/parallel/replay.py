@@ -221,6 +221,7 @@ def serve(role: ReplayRole, args: Any, stop: threading.Event) -> None:
     )
 
     def save(tag: str, trained: int) -> str:
+        checkpoint.begin()
         return checkpoint.write(tag, role.cut(trained), {})
 
     for name in (
