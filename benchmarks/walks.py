@@ -82,9 +82,9 @@ def run(recorder: Recorder, folder: str) -> dict[str, set[str]]:
     from dreamerv3.cli.config import load_config, make_args
     from embodied.run.parallel import actor, env, logger, replay, wiring
     from embodied.run.parallel.conductor import Conductor
-    from embodied.run.parallel.ending import Ending
-    from embodied.run.parallel.learner import AHEAD, Learner
-    from embodied.run.parallel.remote_stream import RemoteStream
+    from embodied.run.parallel.learner import AHEAD, Learner, RemoteStream
+    from embodied.run.parallel.rendezvous import Rendezvous
+    from embodied.run.settings import RunSettings
 
     config = load_config(
         [
@@ -93,26 +93,30 @@ def run(recorder: Recorder, folder: str) -> dict[str, set[str]]:
             *("--run.log_every", "0", "--logger.outputs", "jsonl"),
         ]
     )
-    args = wiring.resolve_addresses(make_args(config))
+    settings = RunSettings.from_args(make_args(config))
+    settings = wiring.resolve_addresses(settings)
     make = functools.partial
     stored = replay.ReplayRole(
         factories.make_replay(config, "replay"),
         factories.make_replay(config, "replay_eval", "eval"),
         make(factories.make_stream, config),
-        args,
+        settings,
     )
     stop, barrier = threading.Event(), threading.Barrier(2)
     gate = threading.Semaphore(1_000)
     agent = factories.make_agent(config)
     begin(
-        logger.serve, logger.LoggerRole(factories.make_logger(config), args), args, stop
+        logger.serve,
+        logger.LoggerRole(factories.make_logger(config), settings),
+        settings,
+        stop,
     )
-    begin(replay.serve, stored, args, stop)
-    begin(actor.run_actor, agent, Ending(barrier, "actor", "learner"), args)
-    begin(env.run_worker, make(gated_env, config, gate), [0], args, False)
-    log = wiring.make_client(args.logger_addr, "walks-logger", args)
-    client = wiring.make_client(args.replay_addr, "walks-replay", args)
-    samples = wiring.make_client(args.replay_addr, "walks-samples", args)
+    begin(replay.serve, stored, settings, stop)
+    begin(actor.run_actor, agent, Rendezvous(barrier, "actor", "learner"), settings)
+    begin(env.run_worker, make(gated_env, config, gate), [0], settings, False)
+    log = wiring.make_client(settings.logger_addr, "walks-logger", settings)
+    client = wiring.make_client(settings.replay_addr, "walks-replay", settings)
+    samples = wiring.make_client(settings.replay_addr, "walks-samples", settings)
     for connection in (log, client, samples):
         connection.connect(timeout=SECONDS)
     inserts = counter(stored, "inserts")
@@ -123,7 +127,7 @@ def run(recorder: Recorder, folder: str) -> dict[str, set[str]]:
             gate.release()
         wait_until(lambda: inserts() >= 1_000 + STEPS)
     batches = iter(agent.stream(RemoteStream(samples, "train", AHEAD)))
-    learner = Learner(agent, batches, client, log, args)
+    learner = Learner(agent, batches, client, log, settings)
     updates = counter(stored, "updates")
     for _ in range(UPDATES):
         learner.step()
@@ -132,7 +136,7 @@ def run(recorder: Recorder, folder: str) -> dict[str, set[str]]:
         for _ in range(UPDATES):
             learner.step()
         wait_until(lambda: updates() >= before + UPDATES)
-    conductor = Conductor(agent, client, log, args)
+    conductor = Conductor(agent, client, log, settings)
     with recorder.recorded() as walks["save"]:
         conductor.save(learner.updates)
         assert conductor.wait(), "the save failed"

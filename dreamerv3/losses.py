@@ -1,4 +1,4 @@
-"""The losses, pure functions of arrays and distributions. Agent process."""
+"""Losses and returns, pure functions of arrays and distributions. Agent process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from dreamerv3.returns import imagined_weight, lambda_return
 from embodied.jax.distributions import Categorical, TwoHot
 from embodied.jax.heads import ActionDist
 from embodied.jax.nets import Array, f32, sg
@@ -173,7 +173,8 @@ def imag_loss(
     offset, scale = norms.valnorm.stats(states["valnorm"])
     val, slowval = value.pred() * scale + offset, slow.pred() * scale + offset
     target = slowval if settings.slowtar else val
-    weight = imagined_weight(con, disc)[:, :-1]
+    weights = imagined_weight(con, disc)
+    weight = weights[:, :-1]
     last = jnp.zeros_like(con)
     ret = lambda_return(last, 1 - con, rew, target, disc, settings.lam)
 
@@ -192,7 +193,7 @@ def imag_loss(
         "policy": policy_loss(logp, entropy, adv_normed, weight, settings.actent),
         "value": value_loss(inner, tar, slow.pred()[:, :-1], weight, settings.slowreg),
     }
-    means = {"rew": rew, "con": con, "val": val, "tar": tar, "weight": weight}
+    means = {"rew": rew, "con": con, "val": val, "tar": tar, "weight": weights}
     means.update({"slowval": slowval, "adv": adv, "adv_mag": jnp.abs(adv)})
     metrics = {
         **{name: x.mean() for name, x in means.items()},
@@ -269,3 +270,59 @@ def repl_loss(
     inner = TwoHot(replayed.value.logits[:, :-1])
     loss = value_loss(inner, target, slow[:, :-1], weight, settings.slowreg)
     return loss, ret, {**states, "valnorm": state}
+
+
+def lambda_return(
+    last: Array, term: Array, rew: Array, boot: Array, disc: float, lam: float
+) -> Array:
+    """Computes returns that mix bootstraps of all distances.
+
+        R_T = boot_T
+        live_t = (1 - term_t) disc
+        cont_t = (1 - last_t) lam
+        R_t = r_{t+1} + live_{t+1} ((1 - cont_{t+1}) boot_{t+1} + cont_{t+1} R_{t+1})
+
+    Args:
+      last: [B, T] in 0..1, whether the sequence breaks off after the step.
+      term: [B, T] in 0..1, the probability that the episode has ended.
+      rew: [B, T] reward that came with the step.
+      boot: [B, T] value that stands for the future of the step.
+      disc: discount.
+      lam: lambda; 0 bootstraps from the next step, 1 from the last.
+
+    Returns:
+      [B, T - 1] float32.
+    """
+    if not last.shape == term.shape == rew.shape == boot.shape or last.ndim != 2:
+        raise ValueError(
+            "lambda_return expected last, term, rew and boot of one shape [B, T], got "
+            f"{last.shape}, {term.shape}, {rew.shape} and {boot.shape}."
+        )
+    live = (1 - f32(term)[:, 1:]) * disc
+    cont = (1 - f32(last)[:, 1:]) * lam
+    rew, boot = f32(rew)[:, 1:], f32(boot)[:, 1:]
+    # R_t = base_t + gain_t R_{t+1} is linear, so that pairs of steps combine to one.
+    base, gain = rew + live * (1 - cont) * boot, live * cont
+
+    def combine(
+        later: tuple[Array, Array], earlier: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        base, gain = earlier
+        return base + gain * later[0], gain * later[1]
+
+    base, gain = jax.lax.associative_scan(combine, (base, gain), reverse=True, axis=1)
+    return base + gain * boot[:, -1:]
+
+
+def imagined_weight(con: Array, disc: float) -> Array:
+    """Probability that an imagined step is reached.
+
+    Args:
+      con: [B, T] probability that the episode goes on after each step.
+      disc: discount that is not part of `con`; 1 if there is none.
+
+    Returns:
+      [B, T] float32, the cumulative product of `disc * con`, without the first
+      discount.
+    """
+    return jnp.cumprod(disc * f32(con), axis=1) / disc

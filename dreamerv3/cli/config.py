@@ -30,7 +30,7 @@ from dreamerv3.cli.schema import (
     read_keys,
 )
 from dreamerv3.cli.task_origin import find_task_problem
-from embodied.run.options import RunSettings
+from embodied.run.settings import RunSettings
 
 FILENAME = "config.yaml"  # Of the configuration in the logdir.
 

@@ -122,6 +122,8 @@ def import_checkpoint(config: elements.Config) -> Imported:
         raise ConfigError(
             "random_agent: expected False for --script import_checkpoint, got True."
         )
+    # The reference has this key, and its policies act without it.
+    config = config.update({"agent.policy.unimix": 0.0})
     target = Checkpoint(config.logdir, FOLDER)
     if target.exists():
         raise CheckpointError(

@@ -304,7 +304,10 @@ def draw(key: Array, recipes: Recipes) -> dict[str, Array]:
 
 
 def _standard(key: Array, distribution: str, size: int) -> Array:
-    """Draws values with variance one."""
+    """Draws values of which `deviation` is the scale, as the reference takes it.
+
+    That is the standard deviation of the normal ones, and the bound of the uniform one.
+    """
     if not size:
         return jnp.zeros(0, jnp.float32)
     if distribution == "trunc_normal":
@@ -312,8 +315,7 @@ def _standard(key: Array, distribution: str, size: int) -> Array:
         return values * TRUNCATION
     if distribution == "normal":
         return jax.random.normal(key, (size,), jnp.float32)
-    limit = math.sqrt(3)
-    return jax.random.uniform(key, (size,), jnp.float32, -limit, limit)
+    return jax.random.uniform(key, (size,), jnp.float32, -1.0, 1.0)
 
 
 def _zeros(units: int) -> Any:

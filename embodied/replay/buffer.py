@@ -173,7 +173,7 @@ class Replay:
                 self._append(index, row, [worker])
 
     def abandon(self, worker: int) -> None:
-        """Says that the worker's last step was the last of its episode.
+        """Ends the worker's sequence: its last step was the last of its episode.
 
         Its next step, after a crash for example, is taken for the first of another.
         """

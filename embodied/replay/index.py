@@ -1,4 +1,4 @@
-"""Which steps belong to which worker, and which sequences there are. Replay's process.
+"""Index of steps by worker, and of the sequences they form. Replay's process.
 
 An item is a sequence that can be sampled. It is known by its slot: the row of its
 first step. Items are evicted in the order in which they were completed.

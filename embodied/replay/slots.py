@@ -39,7 +39,7 @@ def _doubled(length: int, needed: int) -> int:
 
 
 class Positions:
-    """Says at which position each slot is; 4 bytes per slot."""
+    """Positions by slot; 4 bytes per slot."""
 
     def __init__(self) -> None:
         self._table = np.full(_SMALLEST, -1, np.int32)  # By slot; -1 means absent.

@@ -14,6 +14,7 @@ from embodied.base import Agent, Array, Env
 from embodied.driver import Driver
 from embodied.episodes import Episodes
 from embodied.replay import Replay
+from embodied.run.settings import RunSettings
 
 MakeEnv = Callable[[int], Env]
 
@@ -22,18 +23,20 @@ MakeEnv = Callable[[int], Env]
 RECENT = 10
 
 
-def make_driver(make_env: MakeEnv, first: int, amount: int, args: Any) -> Driver:
+def make_driver(
+    make_env: MakeEnv, first: int, amount: int, settings: RunSettings
+) -> Driver:
     """Makes the driver of `amount` environments with consecutive ids.
 
     Args:
       make_env: makes the environment of an id.
-      first: id of the first one, on top of `args.env_offset`.
+      first: id of the first one, on top of `settings.env_offset`.
       amount: number of environments.
-      args: the `run` block; with `debug` environments live in this process.
+      settings: the `run` block; with `debug` environments live in this process.
     """
-    ids = range(args.env_offset + first, args.env_offset + first + amount)
+    ids = range(settings.env_offset + first, settings.env_offset + first + amount)
     makers = [functools.partial(make_env, index) for index in ids]
-    return Driver(makers, parallel=not args.debug, timeout=args.env_timeout)
+    return Driver(makers, parallel=not settings.debug, timeout=settings.env_timeout)
 
 
 class Collector:
@@ -47,7 +50,7 @@ class Collector:
       replay: gets the steps.
       logger: gets score and length of every episode; its step is counted.
       episodes: gets the steps for the statistics.
-      args: the `run` block.
+      settings: the `run` block.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Collector:
         replay: Replay,
         logger: Any,
         episodes: Episodes,
-        args: Any,
+        settings: RunSettings,
     ):
         self.steps = 0
         self.episodes = 0
@@ -66,7 +69,7 @@ class Collector:
         self._replay = replay
         self._logger = logger
         self._episodes = episodes
-        self._driver = make_driver(make_env, 0, args.envs, args)
+        self._driver = make_driver(make_env, 0, settings.envs, settings)
         self._driver.on_step(self._add)
         self._driver.reset(agent.init_policy)
 

@@ -29,6 +29,7 @@ from embodied.checkpoint import (
 )
 from embodied.driver import EnvError
 from embodied.replay import Replay, ReplayCut, SavedReplay
+from embodied.run.settings import RunSettings
 
 FOLDER = "ckpt"  # In the logdir.
 AGENT = "agent"
@@ -168,24 +169,28 @@ class RunCheckpoint:
     replay leaves out those that are not.
 
     Args:
-      args: `logdir`, `keep` and where to start from; see `restore`.
+      settings: `logdir`, `keep` and where to start from; see `restore`.
       counter: the step. Changes between two steps are told by `changed`.
       agent: has the state that `from_checkpoint` replaces.
       parts: what else there is, by name. That of a replay is its folder's name.
     """
 
     def __init__(
-        self, args: Any, counter: Any, agent: Agent, parts: Mapping[str, Part]
+        self,
+        settings: RunSettings,
+        counter: Any,
+        agent: Agent,
+        parts: Mapping[str, Part],
     ):
-        if args.replicas > 1:
+        if settings.replicas > 1:
             raise ValueError(
                 "This program trains on one host and expected replicas=1, got "
-                f"{args.replicas}: the others would overwrite its checkpoints. Use a "
-                "parallel program for several hosts."
+                f"{settings.replicas}: the others would overwrite its checkpoints. Use "
+                "a parallel program for several hosts."
             )
-        self._args = args
-        self._root = Path(args.logdir)
-        self._checkpoint = Checkpoint(self._root, FOLDER, keep=args.keep)
+        self._settings = settings
+        self._root = Path(settings.logdir)
+        self._checkpoint = Checkpoint(self._root, FOLDER, keep=settings.keep)
         self._writer = PartWriter(self._checkpoint, self._root)
         self._counter = counter
         self._agent = agent
@@ -200,9 +205,9 @@ class RunCheckpoint:
     def restore(self) -> None:
         """Continues the run of the logdir, or starts one and saves that.
 
-        A new run takes the agent from `args.from_checkpoint`, if given, restricted to
-        the parameter names that `args.from_checkpoint_regex` matches, and its replays
-        from what lies in their folders.
+        A new run takes the agent from `from_checkpoint`, if given, restricted to the
+        parameter names that `from_checkpoint_regex` matches, and its replays from what
+        lies in their folders.
 
         Raises:
           CheckpointError: there are checkpoints, but none is whole.
@@ -286,11 +291,11 @@ class RunCheckpoint:
             logger.warning("Files of that save may be left. %s", error)
 
     def _start(self) -> None:
-        if self._args.from_checkpoint:
+        if self._settings.from_checkpoint:
             load_agent(
                 self._agent,
-                self._args.from_checkpoint,
-                self._args.from_checkpoint_regex,
+                self._settings.from_checkpoint,
+                self._settings.from_checkpoint_regex,
             )
         for name, part in self._parts.items():
             folder = self._root / name

@@ -11,6 +11,7 @@ from typing import Any, Self
 from embodied.base import Agent, Array, Stream, Tree
 from embodied.replay import Replay
 from embodied.run.metrics import Means
+from embodied.run.settings import RunSettings
 
 MakeStream = Callable[[Replay, str], Stream]
 
@@ -84,17 +85,21 @@ class Trainer:
       agent: to train.
       replay: to train on; it gets `outputs['replay']` of every update.
       make_stream: makes the stream of a replay and a mode.
-      args: the `run` block and the sizes of batches.
+      settings: the `run` block and the sizes of batches.
     """
 
     def __init__(
-        self, agent: Agent, replay: Replay, make_stream: MakeStream, args: Any
+        self,
+        agent: Agent,
+        replay: Replay,
+        make_stream: MakeStream,
+        settings: RunSettings,
     ):
         self.updates = 0
         self._agent = agent
         self._replay = replay
         self._make_stream = make_stream
-        self._args = args
+        self._settings = settings
         self._means = Means()
         self._carry: Tree = None
         self._batches: tuple[Feed, Iterator[dict[str, Array]]] | None = None
@@ -116,7 +121,7 @@ class Trainer:
         if not updates:
             return 0
         if self._batches is None:
-            self._carry = self._agent.init_train(self._args.batch_size)
+            self._carry = self._agent.init_train(self._settings.batch_size)
             self._batches = self._open.enter_context(
                 self._stream(self._replay, "train")
             )
@@ -149,14 +154,14 @@ class Trainer:
           replay: to sample from.
           mode: 'report' for the replay of training, 'eval' for that of evaluation.
         """
-        args = self._args
-        if len(replay) < args.batch_size:
+        settings = self._settings
+        if len(replay) < settings.batch_size:
             return {}
         means = Means()
-        carry = self._agent.init_report(args.batch_size)
+        carry = self._agent.init_report(settings.batch_size)
         # A new stream every time, so that no batch was sampled long ago.
         with self._stream(replay, mode) as (feed, batches):
-            for _ in range(args.consec_report * args.report_batches):
+            for _ in range(settings.consec_report * settings.report_batches):
                 feed.fetch()
                 carry, metrics = self._agent.report(carry, next(batches))
                 means.add(metrics)

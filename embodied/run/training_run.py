@@ -18,6 +18,7 @@ from embodied.run.collecting import Collector, Evaluator, MakeEnv
 from embodied.run.console import SAVING, stop_on_signals
 from embodied.run.metrics import Meter
 from embodied.run.saving import RunCheckpoint, must_continue, rewind
+from embodied.run.settings import RunSettings
 from embodied.run.trainer import MakeStream, Trainer
 from embodied.run.usage import Usage
 
@@ -91,7 +92,7 @@ class TrainingRun:
     Everything happens in the caller's thread and in a fixed order.
     """
 
-    args: Any
+    settings: RunSettings
     agent: Agent
     logger: Any
     replays: Mapping[str, Replay]
@@ -139,9 +140,9 @@ class TrainingRun:
         with self.meter.section("train"):
             updates = self.trainer.train(due, pause)
         if updates:
-            self.limiter.sample(updates * self.args.batch_size)
+            self.limiter.sample(updates * self.settings.batch_size)
             self.checkpoint.changed()
-        batch = self.args.batch_size * self.args.batch_length
+        batch = self.settings.batch_size * self.settings.batch_length
         self.meter.count("train", updates * batch)
 
     def evaluate(self, evaluator: Evaluator) -> None:
@@ -196,18 +197,18 @@ class TrainingRun:
         )
 
     def _due(self) -> int:
-        return self.limiter.due(self.args.batch_size)
+        return self.limiter.due(self.settings.batch_size)
 
 
-def make_limiter(args: Any) -> limiters.SamplesPerInsert:
-    """Returns what keeps training to `args.train_ratio`, in all training programs.
+def make_limiter(settings: RunSettings) -> limiters.SamplesPerInsert:
+    """Returns what keeps training to `settings.train_ratio`, in all training programs.
 
     Training begins when the replay has as many sequences as a batch has time steps.
     """
     return limiters.SamplesPerInsert(
-        args.train_ratio / args.batch_length,
-        tolerance=4 * args.batch_size,
-        min_size=args.batch_size * args.batch_length,
+        settings.train_ratio / settings.batch_length,
+        tolerance=4 * settings.batch_size,
+        min_size=settings.batch_size * settings.batch_length,
     )
 
 
@@ -236,28 +237,29 @@ def open_run(
     Raises:
       CheckpointError: the logdir has checkpoints, but none that can be continued.
     """
+    settings = RunSettings.from_args(args)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(SAVING))
         logger = stack.enter_context(contextlib.closing(make_logger()))
         agent = make_agent()
         replays = {name: make() for name, make in make_replays.items()}
         replay = replays[TRAIN_REPLAY]
-        limiter = make_limiter(args)
+        limiter = make_limiter(settings)
         checkpoint = RunCheckpoint(
-            args, logger.step, agent, {**replays, LIMITER: limiter}
+            settings, logger.step, agent, {**replays, LIMITER: limiter}
         )
-        with must_continue(args.logdir):
+        with must_continue(settings.logdir):
             checkpoint.restore()
         rewind(logger)
         limiter.available(len(replay), replay.full)
         # Without a timeout: a pause, as for a report, must not abandon episodes.
         episodes = Episodes(timeout=0)
         collector = stack.enter_context(
-            Collector(agent, make_env, replay, logger, episodes, args)
+            Collector(agent, make_env, replay, logger, episodes, settings)
         )
-        trainer = stack.enter_context(Trainer(agent, replay, make_stream, args))
+        trainer = stack.enter_context(Trainer(agent, replay, make_stream, settings))
         run = TrainingRun(
-            args=args,
+            settings=settings,
             agent=agent,
             logger=logger,
             replays=replays,
@@ -266,9 +268,11 @@ def open_run(
             collector=collector,
             trainer=trainer,
             checkpoint=checkpoint,
-            limit=Limit(lambda: int(logger.step), args.steps, args.duration, stop),
+            limit=Limit(
+                lambda: int(logger.step), settings.steps, settings.duration, stop
+            ),
             meter=Meter(),
-            usage=Usage(args.usage),
+            usage=Usage(settings.usage),
         )
         with checkpoint.saved_at_end(run.finish):
             yield run

@@ -58,14 +58,14 @@ class Progress:
         return bool(self._times[_WAITING])
 
     def step(self) -> None:
-        """Says that something was done."""
+        """Reports that something was done."""
         now = time.monotonic()
         self._times[_SEEN] = now
         self._times[_STEPPED] = now
 
     @contextlib.contextmanager
     def waiting(self, watched: bool = False) -> Iterator[None]:
-        """Says for the block's duration that the worker waits for somebody else.
+        """Reports the worker as waiting for somebody else, for the block's duration.
 
         Args:
           watched: whether the worker calls `alive` from time to time in the block. One
@@ -80,7 +80,7 @@ class Progress:
             self._times[_SEEN] = time.monotonic()
 
     def alive(self) -> None:
-        """Says that the worker would go on if what it waits for came."""
+        """Reports a waiting worker as responsive."""
         self._times[_SEEN] = time.monotonic()
 
     def reset(self) -> None:

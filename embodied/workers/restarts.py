@@ -77,7 +77,7 @@ class RunStalled(RuntimeError):
 
 @dataclass(frozen=True)
 class Status:
-    """What there is to show of a worker.
+    """State of a worker, for display.
 
     Attributes:
       name: of the worker.

@@ -391,7 +391,7 @@ def _hang_reason(slot: _Slot, now: float) -> str:
 
 
 def _too_many(slot: _Slot, kind: str) -> str:
-    """Says which limit the failures exceed, of which the last is a `kind`, if any."""
+    """Returns the limit that the failures exceed, the last of them a `kind`, if any."""
     policy = slot.policy
     alike = sum(kind == other for _, other in slot.failures)
     limits = [(len(slot.failures), "failures", policy.restarts)]

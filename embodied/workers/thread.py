@@ -38,7 +38,7 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """What processes and threads have in common.
+    """Base of processes and threads.
 
     `_lock` guards the step from running to over, `_callbacks` and what a subclass
     says; the thread that sees the worker's end makes that step, once, in `_finish`.

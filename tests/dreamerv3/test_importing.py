@@ -121,6 +121,10 @@ def test_networks_compute_what_the_reference_computed(imported):
         testing.assert_golden(value, name)
 
 
+def test_its_policy_acts_as_in_the_reference_without_mixing(imported):
+    assert read_config(imported[1] / "config.yaml").agent.policy.unimix == 0
+
+
 def test_training_can_start_from_it_and_continue_it(imported):
     _, logdir = imported
     config = load_config([*FLAGS, "--jax.platform", "cpu", "--logdir", str(logdir)])

@@ -6,7 +6,7 @@ from agent_testing import TOLERANCE, golden
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dreamerv3.returns import imagined_weight, lambda_return
+from dreamerv3.losses import imagined_weight, lambda_return
 
 DISC, LAM = 1 - 1 / 333, 0.95
 

@@ -45,6 +45,16 @@ DEFAULTS = {
     "consec_train": 1,
     "consec_report": 1,
     "replay_context": 1,
+    # Of the parallel program, which the others do not read.
+    "episode_timeout": 180.0,
+    "actor_addr": "localhost:{auto}",
+    "replay_addr": "localhost:{auto}",
+    "logger_addr": "localhost:{auto}",
+    "actor_batch": -1,
+    "actor_threads": 1,
+    "agent_process": False,
+    "remote_replay": False,
+    "remote_envs": False,
 }
 
 

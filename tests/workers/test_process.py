@@ -18,15 +18,9 @@ import types
 
 import psutil
 import pytest
-from process_testing import WAIT, Line, fail_with, wait_for, wait_forever
+from process_testing import WAIT, fail_with, wait_for, wait_forever
 
 from embodied.workers import Process, Thread, WorkerError, run
-
-
-@pytest.fixture
-def line():
-    with Line() as line:
-        yield line
 
 
 class TestResults:

@@ -13,15 +13,9 @@ import time
 
 import psutil
 import pytest
-from process_testing import WAIT, Line, is_gone, wait_for, wait_forever
+from process_testing import WAIT, is_gone, wait_for, wait_forever
 
 from embodied.workers import Process, stop
-
-
-@pytest.fixture
-def line():
-    with Line() as line:
-        yield line
 
 
 class TestStopping:

@@ -13,15 +13,9 @@ import threading
 import time
 
 import pytest
-from process_testing import WAIT, Line, fail_with, wait_forever
+from process_testing import WAIT, fail_with, wait_forever
 
 from embodied.workers import Process, Thread, WorkerError, run
-
-
-@pytest.fixture
-def line():
-    with Line() as line:
-        yield line
 
 
 class TestOnExit:

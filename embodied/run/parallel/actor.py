@@ -21,9 +21,10 @@ from embodied.replay import ReplayMemoryError
 from embodied.rpc import Disconnected, RemoteError, Unanswered
 from embodied.run.parallel import wiring
 from embodied.run.parallel.carries import Slots, make_table
-from embodied.run.parallel.ending import Ending
 from embodied.run.parallel.observations import ObservationCheck
 from embodied.run.parallel.owners import Owners
+from embodied.run.parallel.rendezvous import Rendezvous
+from embodied.run.settings import RunSettings
 
 INFLIGHT = 4  # Batches that may wait for the replay, or the logger, to take them.
 GOODBYE_SECONDS = 3.0  # For workers to learn that the run is over.
@@ -254,34 +255,36 @@ def parallel_actor(agent: Agent, barrier: threading.Barrier, args: Any) -> None:
 
     Args:
       agent: shared with the learner.
-      barrier: of two; see `Ending`. Nothing is collected before the learner has
+      barrier: of two; see `Rendezvous`. Nothing is collected before the learner has
         restored the agent.
       args: the `run` block of the configuration and what belongs to it.
     """
-    wiring.check_addresses(args, "actor_addr", "replay_addr", "logger_addr")
-    ending = Ending(barrier, "actor", "learner")
-    with ending:
-        if ending.meet():
-            run_actor(agent, ending, args)
+    settings = RunSettings.from_args(args)
+    wiring.check_addresses(settings, "actor_addr", "replay_addr", "logger_addr")
+    rendezvous = Rendezvous(barrier, "actor", "learner")
+    with rendezvous:
+        if rendezvous.meet():
+            run_actor(agent, rendezvous, settings)
 
 
 def run_actor(
     agent: Agent,
-    ending: Ending,
-    args: Any,
+    rendezvous: Rendezvous,
+    settings: RunSettings,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Serves until the learner is done, or has failed."""
-    batch = args.actor_batch if args.actor_batch > 0 else max(1, args.envs // 2)
-    envs = args.envs + args.eval_envs
+    batch = settings.policy_batch
+    envs = settings.envs + settings.eval_envs
     server = wiring.make_server(
-        *("BatchServer", args.actor_addr, "actor", args), on_failure=ending.fail
+        *("BatchServer", settings.actor_addr, "actor", settings),
+        on_failure=rendezvous.fail,
     )
     clients = [
-        wiring.make_client(address, f"actor-{name}", args, maxinflight=INFLIGHT)
+        wiring.make_client(address, f"actor-{name}", settings, maxinflight=INFLIGHT)
         for name, address in (
-            ("replay", args.replay_addr),
-            ("logger", args.logger_addr),
+            ("replay", settings.replay_addr),
+            ("logger", settings.logger_addr),
         )
     ]
     try:
@@ -290,9 +293,9 @@ def run_actor(
             replay=clients[0],
             logger=clients[1],
             envs=envs,
-            log_every=args.log_every,
+            log_every=settings.log_every,
             server_stats=server.stats,
-            on_fatal=ending.fail,
+            on_fatal=rendezvous.fail,
             progress=progress,
         )
         Owners(server.sessions, actor.leave)
@@ -302,17 +305,20 @@ def run_actor(
             actor.publish,
             batch=batch,
             limit=max(batch, envs),
-            workers=args.actor_threads,
-            timeout=args.actor_timeout,
+            workers=settings.actor_threads,
+            timeout=settings.actor_timeout,
             group="is_eval",
         )
         with server:
-            if args.remote_envs:
+            if settings.remote_envs:
                 threading.Thread(
-                    target=wait_for_envs, args=(actor, args), name="envs", daemon=True
+                    target=wait_for_envs,
+                    args=(actor, settings),
+                    name="envs",
+                    daemon=True,
                 ).start()
             try:
-                ending.wait()
+                rendezvous.wait()
                 # Not after a failure: workers then wait for an agent that comes back.
                 actor.over = True
             finally:
@@ -327,19 +333,21 @@ def run_actor(
             client.close()
 
 
-def wait_for_envs(actor: Actor, args: Any) -> None:
-    """Says what to run as long as nobody has started any environments."""
-    host, _, port = args.actor_addr.rpartition(":")
-    address = f"HOST:{port}" if host in ("0.0.0.0", "*", "[::]") else args.actor_addr
+def wait_for_envs(actor: Actor, settings: RunSettings) -> None:
+    """Logs the command to run as long as nobody has started any environments."""
+    host, _, port = settings.actor_addr.rpartition(":")
+    address = (
+        f"HOST:{port}" if host in ("0.0.0.0", "*", "[::]") else settings.actor_addr
+    )
     command = f"dreamerv3 --script parallel_envs --run.actor_addr {address}"
-    if args.keyfile:
-        command += f" --run.keyfile {args.keyfile}"
+    if settings.keyfile:
+        command += f" --run.keyfile {settings.keyfile}"
 
     def tell() -> None:
         logger.info(
             "The actor waits for environments at %s. Start them, where they are to "
             "run, with the same --task: %s",
-            args.actor_addr,
+            settings.actor_addr,
             command,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,10 @@ from embodied.base import Agent
 from embodied.run.console import SAVING, show_messages, stop_on_signals
 from embodied.run.parallel import wiring
 from embodied.run.parallel.actor import run_actor
-from embodied.run.parallel.ending import Ending
 from embodied.run.parallel.learner import run_learner
+from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import join_replicas
+from embodied.run.settings import RunSettings
 from embodied.workers import Progress, Thread
 
 LEAVE_SECONDS = 30.0  # For the actor to end after the learner.
@@ -28,15 +30,16 @@ def parallel_agent(make_agent: bytes | Callable[[], Agent], args: Any) -> None:
     Raises:
       Exception: that of the actor or the learner, whichever failed first.
     """
-    wiring.check_addresses(args, "actor_addr", "replay_addr", "logger_addr")
+    settings = RunSettings.from_args(args)
+    wiring.check_addresses(settings, "actor_addr", "replay_addr", "logger_addr")
     with show_messages(), stop_on_signals(SAVING) as stop:
         # Nobody here starts environments.
-        run_agent(make_agent, args.update(remote_envs=True), stop)
+        run_agent(make_agent, dataclasses.replace(settings, remote_envs=True), stop)
 
 
 def run_agent(
     make_agent: bytes | Callable[[], Agent],
-    args: Any,
+    settings: RunSettings,
     stop: threading.Event,
     progress: Progress | None = None,
     abandon: threading.Event | None = None,
@@ -45,7 +48,7 @@ def run_agent(
 
     Args:
       make_agent: makes the agent; may be cloudpickled.
-      args: the `run` block of the configuration and what belongs to it.
+      settings: of the run.
       stop: ends the run well.
       progress: told of every batch and update.
       abandon: ends it at once and without a save, since other roles are gone.
@@ -53,8 +56,8 @@ def run_agent(
     agent = wiring.load_factory(make_agent)()
     barrier = threading.Barrier(2)
     step = progress.step if progress else lambda: None
-    actor = Thread(_act, agent, barrier, args, step, name="actor")
-    learner = Thread(_learn, agent, barrier, args, stop, step, name="learner")
+    actor = Thread(_act, agent, barrier, settings, step, name="actor")
+    learner = Thread(_learn, agent, barrier, settings, stop, step, name="learner")
     if abandon is not None:
         threading.Thread(
             target=_abandon, args=(abandon, barrier), name="abandon", daemon=True
@@ -63,30 +66,36 @@ def run_agent(
     learner.start()
     learner.join()
     actor.join(LEAVE_SECONDS)
-    failure = Ending(barrier, "agent", "launcher").failure
+    failure = Rendezvous(barrier, "agent", "launcher").failure
     if failure is not None:
         raise failure
 
 
 def _abandon(abandon: threading.Event, barrier: threading.Barrier) -> None:
     abandon.wait()
-    Ending(barrier, "launcher", "agent").abandon()
+    Rendezvous(barrier, "launcher", "agent").abandon()
 
 
 def _act(
-    agent: Agent, barrier: threading.Barrier, args: Any, progress: Callable[[], None]
+    agent: Agent,
+    barrier: threading.Barrier,
+    settings: RunSettings,
+    progress: Callable[[], None],
 ) -> None:
-    with Ending(barrier, "actor", "learner") as ending:
-        if ending.meet():
-            run_actor(agent, ending, args, progress)
+    with Rendezvous(barrier, "actor", "learner") as rendezvous:
+        if rendezvous.meet():
+            run_actor(agent, rendezvous, settings, progress)
 
 
 def _learn(
     agent: Agent,
     barrier: threading.Barrier,
-    args: Any,
+    settings: RunSettings,
     stop: threading.Event,
     progress: Callable[[], None],
 ) -> None:
-    with Ending(barrier, "learner", "actor") as ending, join_replicas(args) as replicas:
-        run_learner(agent, ending, args, stop, progress, replicas)
+    with (
+        Rendezvous(barrier, "learner", "actor") as rendezvous,
+        join_replicas(settings) as replicas,
+    ):
+        run_learner(agent, rendezvous, settings, stop, progress, replicas)

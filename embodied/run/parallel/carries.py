@@ -97,7 +97,7 @@ def make_table(agent: Agent) -> Table:
 
 
 class Slots:
-    """Which slot of the table belongs to which env. Threads: `_lock` guards all.
+    """Slots of the table by env. Threads: `_lock` guards all.
 
     Args:
       table: of the carries.

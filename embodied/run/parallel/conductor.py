@@ -31,6 +31,7 @@ from embodied.checkpoint import (
 from embodied.replay import ReplayCut
 from embodied.run.parallel.replicas import Replicas
 from embodied.run.saving import AGENT, FOLDER, PartWriter, load_agent, must_continue
+from embodied.run.settings import RunSettings
 
 SAVE_SECONDS = 900.0  # For a role to write its part.
 DISCARD_SECONDS = 10.0
@@ -54,7 +55,7 @@ class Conductor:
       agent: to save.
       replay: client of the replay role.
       logger: client of the logger role.
-      args: `logdir`, `keep`, and where to start from.
+      settings: `logdir`, `keep`, and where to start from.
       replicas: the hosts of the run. All save at the same time, under the tag of the
         first one, which commits.
     """
@@ -64,16 +65,16 @@ class Conductor:
         agent: Agent,
         replay: Any,
         logger: Any,
-        args: Any,
+        settings: RunSettings,
         replicas: Replicas | None = None,
     ):
         self._agent = agent
         self._replicas = replicas or Replicas()
         self._saves = 0
         self._roles = {"replay": replay, "logger": logger}
-        self._args = args
-        root = Path(args.logdir)
-        self._checkpoint = Checkpoint(root, FOLDER, keep=args.keep)
+        self._settings = settings
+        root = Path(settings.logdir)
+        self._checkpoint = Checkpoint(root, FOLDER, keep=settings.keep)
         self._writer = PartWriter(self._checkpoint, root)
         self._starts = Starts(root / FOLDER)
         self._running: concurrent.futures.Future[bool] | None = None
@@ -82,25 +83,27 @@ class Conductor:
     def restore(self) -> bool:
         """Continues the run of the logdir; returns whether there is one.
 
-        A new run takes the agent from `args.from_checkpoint`, if given.
+        A new run takes the agent from `settings.from_checkpoint`, if given.
         """
         if self._replicas.first:
             self._checkpoint.clean()
         self._replicas.gather("clean", "")
-        args = self._args
+        settings = self._settings
         manifest = self._checkpoint.newest(shared=True)
         found = self._replicas.gather("found", manifest.tag if manifest else "none")
         if len(set(found)) > 1:
             raise CheckpointError(
-                f"The replicas found different checkpoints in {args.logdir}: {found}. "
-                "They need one logdir, in a file system that all of them share."
+                f"The replicas found different checkpoints in {settings.logdir}: "
+                f"{found}. They need one logdir, in a file system that all share."
             )
-        if args.from_checkpoint:
-            load_agent(self._agent, args.from_checkpoint, args.from_checkpoint_regex)
+        if settings.from_checkpoint:
+            load_agent(
+                self._agent, settings.from_checkpoint, settings.from_checkpoint_regex
+            )
         if manifest is None:
             return False
         data = self._checkpoint.read_part(manifest, AGENT)
-        with must_continue(args.logdir):
+        with must_continue(settings.logdir):
             self._agent.load(data)
         step = manifest.meta.get("step", 0)
         logger.info("Continuing at step %s, from checkpoint %s.", step, manifest.tag)
@@ -269,13 +272,13 @@ class RoleCheckpoint:
     the name.
 
     Args:
-      args: `logdir`, `keep`, `replica` and `replicas`.
+      settings: `logdir`, `keep`, `replica` and `replicas`.
     """
 
-    def __init__(self, args: Any):
-        self.root = Path(args.logdir)
-        self._suffix = f"/{args.replica:05}" if args.replicas > 1 else ""
-        self._checkpoint = Checkpoint(self.root, FOLDER, keep=args.keep)
+    def __init__(self, settings: RunSettings):
+        self.root = Path(settings.logdir)
+        self._suffix = f"/{settings.replica:05}" if settings.replicas > 1 else ""
+        self._checkpoint = Checkpoint(self.root, FOLDER, keep=settings.keep)
         self._writer = PartWriter(self._checkpoint, self.root, self._suffix)
         self._starts = Starts(self.root / FOLDER)
 

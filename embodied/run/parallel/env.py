@@ -21,9 +21,10 @@ from embodied.driver import no_exit
 from embodied.rpc import Disconnected, RemoteError
 from embodied.run.console import STOPPING, show_messages, stop_on_signals
 from embodied.run.parallel import wiring
+from embodied.run.parallel.env_usage import report_env_usage
 from embodied.run.parallel.observations import SAME_TASK, ObservationError
 from embodied.run.parallel.owners import worker_info
-from embodied.run.parallel.watching import telling_usage
+from embodied.run.settings import RunSettings
 from embodied.workers import Process, Progress, RestartPolicy, Supervisor, WorkerError
 
 MakeEnv = Callable[[int], Env]
@@ -84,41 +85,30 @@ class EnvGroup:
     def step(self) -> dict[str, np.ndarray]:
         """Takes the next actions; returns observations, `envid` and `is_eval`.
 
-        They are stacked, [n], unless there is only one environment.
+        They are stacked, [n], unless there is only one environment. Their values were
+        checked by the environment's wrapper, and are by the actor.
         """
         rows = []
         for index, env in enumerate(self._envs):
             action = {key: value[index] for key, value in self.actions.items()}
-            rows.append(self._check(index, env.step(action)))
+            rows.append(env.step(action))
             self._report()
+        spaces = self._spaces.items()
         if self.rows == 1:  # As any client would send it.
-            return rows[0] | self._mark
-        stacked = {key: np.stack([row[key] for row in rows]) for key in self._spaces}
+            obs = {key: np.asarray(rows[0][key], space.dtype) for key, space in spaces}
+            return obs | self._mark
+        stacked = {
+            key: np.stack(
+                [row[key] for row in rows], dtype=space.dtype, casting="unsafe"
+            )
+            for key, space in spaces
+        }
         return stacked | self._marks
 
     def close(self) -> None:
         """Closes the environments."""
         for env in self._envs:
             env.close()
-
-    def _check(self, index: int, obs: dict[str, Any]) -> dict[str, np.ndarray]:
-        missing = self._spaces.keys() - obs.keys()
-        if missing:
-            raise wiring.RoleError(
-                f"Env {self._marks['envid'][index]} expected to return "
-                f"{', '.join(sorted(self._spaces))}, got {', '.join(sorted(obs))}: "
-                f"{', '.join(sorted(missing))} is missing."
-            )
-        checked = {}
-        for key, space in self._spaces.items():
-            value = np.asarray(obs[key], space.dtype)
-            if value.shape != tuple(space.shape):
-                raise wiring.RoleError(
-                    f"Env {self._marks['envid'][index]} expected {key!r} of shape "
-                    f"{tuple(space.shape)}, got {value.shape}."
-                )
-            checked[key] = value
-        return checked
 
     def _report(self) -> None:
         if self._progress is not None:
@@ -203,14 +193,15 @@ def parallel_env(
       args: the `run` block of the configuration and what belongs to it.
       is_eval: whether it evaluates.
     """
+    settings = RunSettings.from_args(args)
     with show_messages():
-        run_worker(make_env, [envid], args, is_eval)
+        run_worker(make_env, [envid], settings, is_eval)
 
 
 def run_worker(
     make_env: bytes | MakeEnv,
     envids: Sequence[int],
-    args: Any,
+    settings: RunSettings,
     is_eval: bool,
     progress: Progress | None = None,
     supervisor: str = "",
@@ -219,7 +210,7 @@ def run_worker(
 
     `supervisor` is the name of who restarts it, if anybody; see `Owners`.
     """
-    wiring.check_addresses(args, "actor_addr")
+    wiring.check_addresses(settings, "actor_addr")
     make_env = wiring.load_factory(make_env)
     name = worker_name(envids)
     middle = (len(envids) + 1) // 2
@@ -231,19 +222,19 @@ def run_worker(
             stack.callback(groups[-1].close)
         client = stack.enter_context(
             wiring.make_client(
-                args.actor_addr,
+                settings.actor_addr,
                 name,
-                args,
+                settings,
                 slots=len(envids),
                 group=bool(is_eval),
                 info=worker_info(envids, supervisor),
             )
         )
         with progress.waiting() if progress else contextlib.nullcontext():
-            first = args.env_offset in envids or progress is None
+            first = settings.env_offset in envids or progress is None
             wiring.connect(client, name, "actor", lambda: False, quiet=not first)
         # Often enough for a worker that is stopped while it waits to be noticed.
-        worker = EnvWorker(groups, client, progress, beat=args.env_timeout / 4)
+        worker = EnvWorker(groups, client, progress, beat=settings.env_timeout / 4)
         while worker.step():
             pass
 
@@ -261,22 +252,25 @@ def parallel_envs(
       AuthError: the actor refuses this host's key.
       RoleError: another host has the same env ids.
     """
-    wiring.check_addresses(args, "actor_addr")
+    settings = RunSettings.from_args(args)
+    wiring.check_addresses(settings, "actor_addr")
     name = secrets.token_hex(8)
-    ids = range(args.env_offset, args.env_offset + args.envs + args.eval_envs)
+    ids = range(
+        settings.env_offset, settings.env_offset + settings.envs + settings.eval_envs
+    )
     with show_messages(), stop_on_signals(STOPPING) as stop:
         # Once for all of them, so that what the actor refuses is an error at once.
         with wiring.make_client(
-            args.actor_addr, "envs", args, info=worker_info(ids, name)
+            settings.actor_addr, "envs", settings, info=worker_info(ids, name)
         ) as client:
             if not wiring.connect(client, "This host", "actor", stop.is_set):
                 return
         supervisor = Supervisor(
-            stall_timeout=args.stall_timeout, on_restart=_tell_restart
+            stall_timeout=settings.stall_timeout, on_restart=_tell_restart
         )
         with supervisor:
-            add_workers(supervisor, make_env, make_env_eval, args, name)
-            with telling_usage(supervisor, args):
+            add_workers(supervisor, make_env, make_env_eval, settings, name)
+            with report_env_usage(supervisor, settings):
                 supervisor.run(until=stop)
 
 
@@ -284,7 +278,7 @@ def add_workers(
     supervisor: Supervisor,
     make_env: bytes | MakeEnv,
     make_env_eval: bytes | MakeEnv,
-    args: Any,
+    settings: RunSettings,
     name: str = "",
 ) -> int:
     """Adds the env workers of this host to a supervisor; returns how many.
@@ -292,25 +286,25 @@ def add_workers(
     `name` is that of the supervisor, which no other one has; see `Owners`.
     """
     name = name or secrets.token_hex(8)
-    first = args.env_offset
-    training = range(first, first + args.envs)
-    evaluating = range(training.stop, training.stop + args.eval_envs)
+    first = settings.env_offset
+    training = range(first, first + settings.envs)
+    evaluating = range(training.stop, training.stop + settings.eval_envs)
     count = 0
     for make, envids, is_eval in (
         (make_env, training, False),
         (make_env_eval, evaluating, True),
     ):
-        for start in range(0, len(envids), args.envs_per_worker):
-            ids = list(envids[start : start + args.envs_per_worker])
+        for start in range(0, len(envids), settings.envs_per_worker):
+            ids = list(envids[start : start + settings.envs_per_worker])
             progress = Progress()
             supervisor.add(
                 worker_name(ids),
                 "env",
                 functools.partial(
-                    _make_worker, make, ids, args, is_eval, progress, name
+                    _make_worker, make, ids, settings, is_eval, progress, name
                 ),
                 RestartPolicy(
-                    args.restarts["env"], hang=args.env_timeout, limits=LIMITS
+                    settings.restarts["env"], hang=settings.env_timeout, limits=LIMITS
                 ),
                 progress,
             )
@@ -332,14 +326,14 @@ def worker_name(envids: Sequence[int]) -> str:
 def _make_worker(
     make_env: bytes | MakeEnv,
     envids: list[int],
-    args: Any,
+    settings: RunSettings,
     is_eval: bool,
     progress: Progress,
     supervisor: str,
 ) -> Process:
     return Process(
         _worker_process,
-        *(make_env, envids, args, is_eval, progress, supervisor),
+        *(make_env, envids, settings, is_eval, progress, supervisor),
         name=worker_name(envids),
         fds=[progress.fd],
     )

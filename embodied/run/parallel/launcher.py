@@ -17,7 +17,8 @@ from embodied.checkpoint import write_file
 from embodied.run.console import SAVING, show_messages, stop_on_signals
 from embodied.run.parallel import agent, env, replay, wiring
 from embodied.run.parallel import logger as loggers
-from embodied.run.parallel.watching import telling_usage
+from embodied.run.parallel.env_usage import report_env_usage
+from embodied.run.settings import RunSettings
 from embodied.workers import (
     Process,
     Progress,
@@ -67,13 +68,13 @@ def combined(
       RunStalled: nothing has progressed for `args.stall_timeout`.
       RoleError: the arguments do not fit together.
     """
-    args = prepare(args)
+    settings = prepare(RunSettings.from_args(args))
     with show_messages(), stop_on_signals(SAVING) as stop:
         done = threading.Event()
         supervisor = Supervisor(
             grace=GRACE,
-            stall_timeout=args.stall_timeout,
-            on_restart=functools.partial(_before_restart, args, stop, done),
+            stall_timeout=settings.stall_timeout,
+            on_restart=functools.partial(_before_restart, settings, stop, done),
             on_failure=functools.partial(_save_first, stop, done),
         )
         dumps = cloudpickle.dumps
@@ -81,68 +82,71 @@ def combined(
             _add_process(
                 supervisor,
                 "logger",
-                args,
+                settings,
                 loggers.parallel_logger,
-                [dumps(make_logger), args],
+                [dumps(make_logger), settings],
             )
-            if not args.remote_replay:
+            if not settings.remote_replay:
                 factories = (make_replay_train, make_replay_eval, make_stream)
                 _add_process(
                     supervisor,
                     "replay",
-                    args,
+                    settings,
                     replay.parallel_replay,
-                    [*map(dumps, factories), args],
+                    [*map(dumps, factories), settings],
                 )
-            _add_agent(supervisor, make_agent, args, stop, done)
+            _add_agent(supervisor, make_agent, settings, stop, done)
             workers = 0
-            if not args.remote_envs:
+            if not settings.remote_envs:
                 makers = (dumps(make_env_train), dumps(make_env_eval))
-                workers = env.add_workers(supervisor, *makers, args)
-            _tell_start(args, workers)
+                workers = env.add_workers(supervisor, *makers, settings)
+            _tell_start(settings, workers)
             try:
-                with telling_usage(supervisor, args):
+                with report_env_usage(supervisor, settings):
                     supervisor.run(until=done)
             except RunFailed as error:
-                _write_error(args, error)
+                _write_error(settings, error)
                 raise
 
 
-def prepare(args: Any) -> Any:
-    """Returns the arguments with addresses, checked."""
-    if args.actor_batch > args.envs:
+def prepare(settings: RunSettings) -> RunSettings:
+    """Returns the settings with addresses filled in, checked; makes the logdir."""
+    if settings.actor_batch > settings.envs:
         raise wiring.RoleError(
-            f"run.actor_batch: expected at most run.envs ({args.envs}), got "
-            f"{args.actor_batch}: such a batch would never be full."
+            f"run.actor_batch: expected at most run.envs ({settings.envs}), got "
+            f"{settings.actor_batch}: such a batch would never be full."
         )
-    if args.remote_replay:
-        wiring.check_addresses(args, "replay_addr", "logger_addr")
-    if args.remote_envs:
-        wiring.check_addresses(args, "actor_addr")
-    batch = args.actor_batch if args.actor_batch > 0 else max(1, args.envs // 2)
-    args = wiring.resolve_addresses(args)
-    replay_addr = () if args.remote_replay else ("replay_addr",)
-    wiring.check_servers(args, "actor_addr", "logger_addr", *replay_addr)
-    Path(args.logdir).mkdir(parents=True, exist_ok=True)
-    return args.update(actor_batch=batch)
+    if settings.remote_replay:
+        wiring.check_addresses(settings, "replay_addr", "logger_addr")
+    if settings.remote_envs:
+        wiring.check_addresses(settings, "actor_addr")
+    settings = wiring.resolve_addresses(settings)
+    replay_addr = () if settings.remote_replay else ("replay_addr",)
+    wiring.check_servers(settings, "actor_addr", "logger_addr", *replay_addr)
+    Path(settings.logdir).mkdir(parents=True, exist_ok=True)
+    return settings
 
 
 def _add_process(
-    supervisor: Supervisor, role: str, args: Any, function: Any, arguments: list[Any]
+    supervisor: Supervisor,
+    role: str,
+    settings: RunSettings,
+    function: Any,
+    arguments: list[Any],
 ) -> None:
     supervisor.add(
         role,
         role,
         lambda: Process(function, *arguments, name=role),
         # It ends well when somebody else ends it, and is needed all the same.
-        RestartPolicy(args.restarts[role], restart_on_success=True),
+        RestartPolicy(settings.restarts[role], restart_on_success=True),
     )
 
 
 def _add_agent(
     supervisor: Supervisor,
     make_agent: Callable[[], Any],
-    args: Any,
+    settings: RunSettings,
     stop: threading.Event,
     done: threading.Event,
 ) -> None:
@@ -159,7 +163,7 @@ def _add_agent(
     def make_process() -> Process:
         process = Process(
             _agent_process,
-            *(cloudpickle.dumps(make_agent), args, progress),
+            *(cloudpickle.dumps(make_agent), settings, progress),
             name="agent",
             fds=[progress.fd],
         )
@@ -170,13 +174,13 @@ def _add_agent(
     def make_thread() -> Thread:
         # The supervisor sets `done`, too, when it stops the other roles.
         thread = Thread(
-            *(agent.run_agent, make_agent, args, stop, progress, done), name="agent"
+            *(agent.run_agent, make_agent, settings, stop, progress, done), name="agent"
         )
         thread.on_exit(end_if_well)
         return thread
 
-    if args.agent_process:
-        policy = RestartPolicy(args.restarts["agent"], limits=AGENT_LIMITS)
+    if settings.agent_process:
+        policy = RestartPolicy(settings.restarts["agent"], limits=AGENT_LIMITS)
         supervisor.add("agent", "agent", make_process, policy, progress)
         threading.Thread(
             target=_pass_on,
@@ -188,9 +192,11 @@ def _add_agent(
         supervisor.add("agent", "agent", make_thread, RestartPolicy(0), progress)
 
 
-def _agent_process(make_agent: bytes, args: Any, progress: Progress) -> None:
+def _agent_process(
+    make_agent: bytes, settings: RunSettings, progress: Progress
+) -> None:
     with show_messages(), stop_on_signals() as stop:
-        agent.run_agent(make_agent, args, stop, progress)
+        agent.run_agent(make_agent, settings, stop, progress)
 
 
 def _pass_on(
@@ -207,31 +213,31 @@ def _pass_on(
         os.kill(pid, signal.SIGTERM)
 
 
-def _tell_start(args: Any, workers: int) -> None:
+def _tell_start(settings: RunSettings, workers: int) -> None:
     parts = ["logger"]
-    parts += ["replay"] if not args.remote_replay else ["replay elsewhere"]
-    parts += ["agent in its own process" if args.agent_process else "agent"]
+    parts += ["replay"] if not settings.remote_replay else ["replay elsewhere"]
+    parts += ["agent in its own process" if settings.agent_process else "agent"]
     parts += [f"{workers} env workers" if workers else "env workers elsewhere"]
     log.info("Starting: %s.", ", ".join(parts))
     log.info(
         "Addresses: actor %s, replay %s, logger %s.",
-        *(args[key] for key in wiring.ADDRESSES),
+        *(getattr(settings, key) for key in wiring.ADDRESSES),
     )
 
 
 def _before_restart(
-    args: Any,
+    settings: RunSettings,
     stop: threading.Event,
     done: threading.Event,
     name: str,
     error: WorkerError | None,
 ) -> None:
-    """Says why a role is restarted; raises its error if the run was to end."""
+    """Logs why a role is restarted; raises its error if the run was to end."""
     if done.is_set():
         return
     if stop.is_set() and name == "agent" and error is not None:
         raise RunFailed(name, error.reason, error.traceback, "agent")
-    _tell_restart(args, name, error)
+    _tell_restart(settings, name, error)
 
 
 def _save_first(stop: threading.Event, done: threading.Event, error: RunFailed) -> None:
@@ -242,13 +248,15 @@ def _save_first(stop: threading.Event, done: threading.Event, error: RunFailed) 
         done.wait(LAST_SAVE)
 
 
-def _tell_restart(args: Any, name: str, error: WorkerError | None) -> None:
+def _tell_restart(settings: RunSettings, name: str, error: WorkerError | None) -> None:
     reason = "it ended." if error is None else error.reason
     log.warning("Role %s is restarted: %s", name, reason)
     if error is not None:
-        _write_error(args, error)
+        _write_error(settings, error)
 
 
-def _write_error(args: Any, error: WorkerError) -> None:
-    if args.get("errfile", False):
-        write_file(Path(args.logdir), f"error-{error.name}.txt", str(error).encode())
+def _write_error(settings: RunSettings, error: WorkerError) -> None:
+    if settings.errfile:
+        write_file(
+            Path(settings.logdir), f"error-{error.name}.txt", str(error).encode()
+        )

@@ -7,19 +7,20 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from embodied.base import Agent, Array, Tree
+from embodied.base import Agent, Array, Stream, Tree
 from embodied.checkpoint import CheckpointError
 from embodied.clock import GlobalClock
 from embodied.rpc import Disconnected
 from embodied.run.metrics import Means
 from embodied.run.parallel import wiring
 from embodied.run.parallel.conductor import Conductor
-from embodied.run.parallel.ending import Ending
-from embodied.run.parallel.remote_stream import RemoteStream
+from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import Replicas, join_replicas
+from embodied.run.settings import RunSettings
 from embodied.run.usage import Usage
 
 AHEAD = 3  # Calls for batches that are open beside those that wait on the device.
@@ -38,7 +39,7 @@ class Learner:
       batches: from `agent.stream`.
       replay: client of the replay: `update` and, for reports, `sample_batch_…`.
       logger: client of the logger: `add`.
-      args: sizes of batches and reports.
+      settings: sizes of batches and reports.
       stream_wait: share of the time that the stream has waited for the replay.
       stream_stats: of the connection that the batches come over.
     """
@@ -49,7 +50,7 @@ class Learner:
         batches: Iterator[dict[str, Array]],
         replay: Any,
         logger: Any,
-        args: Any,
+        settings: RunSettings,
         stream_wait: Callable[[], float] = lambda: 0.0,
         stream_stats: Callable[[], dict[str, float]] = dict,
     ):
@@ -58,12 +59,12 @@ class Learner:
         self._batches = batches
         self._replay = replay
         self._logger = logger
-        self._args = args
+        self._settings = settings
         self._stream_wait = stream_wait
         self._stream_stats = stream_stats
-        self._carry: Tree = agent.init_train(args.batch_size)
+        self._carry: Tree = agent.init_train(settings.batch_size)
         self._means = Means()
-        self._usage = Usage(args.usage)
+        self._usage = Usage(settings.usage)
         self._waiting = wiring.Stopwatch()
         self._training = wiring.Stopwatch()
         self._counted = (time.monotonic(), 0)
@@ -88,12 +89,12 @@ class Learner:
 
     def report(self, source: str, opened: Callable[[RemoteStream], None]) -> None:
         """Sends the agent's report on fresh samples of a source to the logger."""
-        args = self._args
-        count = args.consec_report * args.report_batches
+        settings = self._settings
+        count = settings.consec_report * settings.report_batches
         stream = RemoteStream(self._replay, source, ahead=1, count=count)
         opened(stream)
         batches = self._agent.stream(stream)
-        carry, means = self._agent.init_report(args.batch_size), Means()
+        carry, means = self._agent.init_report(settings.batch_size), Means()
         try:
             for batch in batches:
                 carry, metrics = self._agent.report(carry, batch)
@@ -111,7 +112,9 @@ class Learner:
         self._send(
             {
                 **dict(wiring.prefixed("train", self._means.result())),
-                "fps/train": rate * self._args.batch_size * self._args.batch_length,
+                "fps/train": rate
+                * self._settings.batch_size
+                * self._settings.batch_length,
                 "parallel/updates_per_second": rate,
                 "timer/learner/wait": self._waiting.share(),
                 "timer/learner/train": self._training.share(),
@@ -146,15 +149,19 @@ def parallel_learner(agent: Agent, barrier: threading.Barrier, args: Any) -> Non
       barrier: of two; passed when the agent is restored, and at the end.
       args: the `run` block of the configuration and what belongs to it.
     """
-    wiring.check_addresses(args, "replay_addr", "logger_addr")
-    with Ending(barrier, "learner", "actor") as ending, join_replicas(args) as replicas:
-        run_learner(agent, ending, args, threading.Event(), replicas=replicas)
+    settings = RunSettings.from_args(args)
+    wiring.check_addresses(settings, "replay_addr", "logger_addr")
+    with (
+        Rendezvous(barrier, "learner", "actor") as rendezvous,
+        join_replicas(settings) as replicas,
+    ):
+        run_learner(agent, rendezvous, settings, threading.Event(), replicas=replicas)
 
 
 def run_learner(
     agent: Agent,
-    ending: Ending,
-    args: Any,
+    rendezvous: Rendezvous,
+    settings: RunSettings,
     stop: threading.Event,
     progress: Callable[[], None] = lambda: None,
     replicas: Replicas | None = None,
@@ -163,8 +170,8 @@ def run_learner(
 
     Args:
       agent: shared with the actor.
-      ending: the learner's side of the barrier.
-      args: see `parallel_learner`.
+      rendezvous: the learner's side of the barrier.
+      settings: see `parallel_learner`.
       stop: ends the run when set; set when the run ends.
       progress: called after every update.
       replicas: the hosts of the run, which train, save and end together.
@@ -175,27 +182,31 @@ def run_learner(
         def connect(name: str, address: str, inflight: int = 16) -> Any:
             return stack.enter_context(
                 wiring.make_client(
-                    address, f"learner-{name}", args, maxinflight=inflight
+                    address, f"learner-{name}", settings, maxinflight=inflight
                 )
             )
 
-        samples = connect("samples", args.replay_addr)
-        replay = connect("replay", args.replay_addr, INFLIGHT)
-        log = connect("logger", args.logger_addr)
-        ended = connect("end", args.logger_addr)
-        over = stack.enter_context(_Over(stop, ending, args.duration, replicas))
+        samples = connect("samples", settings.replay_addr)
+        replay = connect("replay", settings.replay_addr, INFLIGHT)
+        log = connect("logger", settings.logger_addr)
+        ended = connect("end", settings.logger_addr)
+        over = stack.enter_context(
+            _RunEnd(stop, rendezvous, settings.duration, replicas)
+        )
         if not _connect(samples, log, replicas, stop):
-            ending.check()
-            ending.call_off()
+            rendezvous.check()
+            rendezvous.call_off()
             return
-        conductor = Conductor(agent, samples, log, args, replicas)
+        conductor = Conductor(agent, samples, log, settings, replicas)
         stack.callback(conductor.close)
-        ending.on_failure(lambda: conductor.abandon() if ending.abandoned else None)
+        rendezvous.on_failure(
+            lambda: conductor.abandon() if rendezvous.abandoned else None
+        )
         if not conductor.restore() and not over:
             conductor.save(trained=0)
             conductor.wait()
-        ending.meet()
-        steps = math.ceil(args.steps / replicas.count)
+        rendezvous.meet()
+        steps = math.ceil(settings.steps / replicas.count)
         over.when(lambda: ended.wait_step(steps))
         stream = RemoteStream(samples, "train", AHEAD)
         over.opened(stream)
@@ -203,14 +214,16 @@ def run_learner(
         stack.callback(getattr(batches, "close", lambda: None))
         stack.callback(stream.close)  # Before the other, which waits for it.
         learner = Learner(
-            *(agent, iter(batches), replay, log, args),
+            *(agent, iter(batches), replay, log, settings),
             stream_wait=stream.waiting.share,
             stream_stats=samples.stats,
         )
-        _train(learner, conductor, over, ending, args, progress, replicas.client)
-    ending.check()
+        _train(
+            learner, conductor, over, rendezvous, settings, progress, replicas.client
+        )
+    rendezvous.check()
     with contextlib.suppress(TimeoutError):
-        ending.meet(END_SECONDS)
+        rendezvous.meet(END_SECONDS)
 
 
 def _connect(replay: Any, log: Any, replicas: Replicas, stop: threading.Event) -> bool:
@@ -224,16 +237,16 @@ def _connect(replay: Any, log: Any, replicas: Replicas, stop: threading.Event) -
 def _train(
     learner: Learner,
     conductor: Conductor,
-    over: _Over,
-    ending: Ending,
-    args: Any,
+    over: _RunEnd,
+    rendezvous: Rendezvous,
+    settings: RunSettings,
     progress: Callable[[], None],
     clock: Any,
 ) -> None:
     """The learner's loop; `clock` gives all replicas the same decisions."""
-    should_log = GlobalClock(args.log_every, client=clock, name="log")
-    should_report = GlobalClock(args.report_every, client=clock, name="report")
-    should_save = GlobalClock(args.save_every, client=clock, name="save")
+    should_log = GlobalClock(settings.log_every, client=clock, name="log")
+    should_report = GlobalClock(settings.report_every, client=clock, name="report")
+    should_save = GlobalClock(settings.save_every, client=clock, name="save")
     while not over:
         try:
             learner.step()
@@ -243,14 +256,14 @@ def _train(
         if should_report():
             learner.report("report", over.opened)
             # Replicas that have no evaluation steps yet would be out of step.
-            if args.eval_envs and clock is None:
+            if settings.eval_envs and clock is None:
                 learner.report("eval", over.opened)
         if should_log():
             learner.log()
         # One that is still being written when the next is due stands for both.
-        if should_save() and (args.save_every < 0 or clock or not conductor.busy):
+        if should_save() and (settings.save_every < 0 or clock or not conductor.busy):
             conductor.save(learner.updates)
-    if ending.broken:
+    if rendezvous.broken:
         return  # What the other side has left is not known: the last save stands.
     learner.flush()
     learner.log()
@@ -258,19 +271,97 @@ def _train(
         conductor.save(learner.updates)
         if conductor.wait():
             return
-        ending.check()
+        rendezvous.check()
     raise CheckpointError(
-        f"The end of the run could not be saved to {args.logdir}. The warning above "
-        "says why."
+        f"The end of the run could not be saved to {settings.logdir}. The warning "
+        "above says why."
     )
 
 
-class _Over:
-    """Says when the run is over, and ends what waits for batches then.
+class RemoteStream(Stream):
+    """Batches of one kind from the replay role.
+
+    One thread reads; any other may close, which ends the reader's wait.
+
+    Args:
+      client: connection to the replay role.
+      source: 'train', 'report' or 'eval'.
+      ahead: calls that are open beside the one that is waited for.
+      count: batches after which the stream ends; None for no end.
+    """
+
+    def __init__(
+        self, client: Any, source: str, ahead: int = 0, count: int | None = None
+    ):
+        self.waiting = wiring.Stopwatch()
+        self._client = client
+        self._method = f"sample_batch_{source}"
+        self._ahead = ahead
+        self._count = count
+        self._asked = 0
+        self._open: deque[tuple[int, Any]] = deque()  # With their numbers.
+        self._wake = threading.Event()
+        self.closed = False
+
+    def __next__(self) -> dict[str, Array]:
+        while True:
+            while len(self._open) <= self._ahead and self._asked != self._count:
+                self._ask(self._asked)
+                self._asked += 1
+            if not self._open or not self._wait(self._open[0][1]):
+                raise StopIteration
+            try:
+                batch = self._open[0][1].result(0)
+            except Disconnected:
+                self._ask_again()
+                continue
+            self._open.popleft()
+            if not batch:
+                raise StopIteration  # There is nothing to sample yet.
+            return batch
+
+    def save(self) -> Tree:
+        """Returns nothing: batches are drawn at random, and have no position."""
+
+    def load(self, data: Tree) -> None:
+        """Goes on as before."""
+
+    def close(self) -> None:
+        """Ends the stream."""
+        self.closed = True
+        self._wake.set()
+
+    def _ask(self, number: int) -> None:
+        # The number lets the replay tell what was drawn from what was trained on.
+        self._open.append((number, self._client.call(self._method, number)))
+
+    def _ask_again(self) -> None:
+        """Replaces calls to a replay that was restarted; in their order."""
+        calls, self._open = self._open, deque()
+        for number, future in calls:
+            failed = future.done() and isinstance(future.exception(0), Disconnected)
+            if failed:
+                self._ask(number)
+            else:
+                self._open.append((number, future))
+
+    def _wait(self, future: Any) -> bool:
+        """Waits for a call; False if the stream is closed meanwhile."""
+        self._wake.clear()
+        if self.closed:  # Looked at after the clear, which would undo its wake-up.
+            return False
+        future.add_callback(lambda _: self._wake.set())
+        with self.waiting:
+            self._wake.wait()
+        return future.done()
+
+
+class _RunEnd:
+    """End of the run: its conditions, and the waits that it ends.
 
     Args:
       stop: set when the run is over.
-      ending: a failure of the actor is the end, too.
+      rendezvous: a failure of the actor is the end, too.
       duration: seconds; 0 for no limit.
       replicas: which end together, each after the same update.
     """
@@ -278,7 +369,7 @@ class _Over:
     def __init__(
         self,
         stop: threading.Event,
-        ending: Ending,
+        rendezvous: Rendezvous,
         duration: float,
         replicas: Replicas,
     ):
@@ -288,9 +379,9 @@ class _Over:
         self._lock = threading.Lock()  # Guards the streams.
         self._streams: list[RemoteStream] = []
         self._watch = threading.Thread(target=self._run, name="over", daemon=True)
-        ending.on_failure(stop.set)
+        rendezvous.on_failure(stop.set)
 
-    def __enter__(self) -> _Over:
+    def __enter__(self) -> _RunEnd:
         self._watch.start()
         return self
 

@@ -19,6 +19,7 @@ from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import find_bottleneck
 from embodied.run.parallel.conductor import RoleCheckpoint
 from embodied.run.saving import LOGGER, StepCount, rewind
+from embodied.run.settings import RunSettings
 from embodied.run.usage import Usage
 
 BOTTLENECK = "parallel/bottleneck"
@@ -56,20 +57,23 @@ class LoggerRole:
 
     Args:
       logger: `add`, `write`, `close` and a counter `step`.
-      args: `episode_timeout`, `log_every`, `actor_threads` and `usage`.
+      settings: `episode_timeout`, `log_every`, `actor_threads` and `usage`.
       clock: in seconds.
     """
 
     def __init__(
-        self, logger: Any, args: Any, clock: Callable[[], float] = time.monotonic
+        self,
+        logger: Any,
+        settings: RunSettings,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._logger = logger
         self._count = StepCount(logger.step)
         self._time = StepTime(clock)
-        self._episodes = Episodes(timeout=args.episode_timeout, clock=self._time)
-        self._should_write = LocalClock(args.log_every)
-        self._usage = Usage(args.usage, accelerator=False)
-        self._actor_threads = args.actor_threads
+        self._episodes = Episodes(timeout=settings.episode_timeout, clock=self._time)
+        self._should_write = LocalClock(settings.log_every)
+        self._usage = Usage(settings.usage, accelerator=False)
+        self._actor_threads = settings.actor_threads
         self._lock = threading.Lock()
         self._counted = threading.Condition(self._lock)
         self._shares: dict[str, float] = {}  # Of time, the newest of every role.
@@ -178,18 +182,19 @@ def parallel_logger(make_logger: Any, args: Any) -> None:
       make_logger: makes the logger; may be cloudpickled.
       args: the `run` block of the configuration and what belongs to it.
     """
-    wiring.check_addresses(args, "logger_addr")
+    settings = RunSettings.from_args(args)
+    wiring.check_addresses(settings, "logger_addr")
     with show_messages(), stop_on_signals() as stop:
-        serve(LoggerRole(wiring.load_factory(make_logger)(), args), args, stop)
+        serve(LoggerRole(wiring.load_factory(make_logger)(), settings), settings, stop)
 
 
-def serve(role: LoggerRole, args: Any, stop: threading.Event) -> None:
+def serve(role: LoggerRole, settings: RunSettings, stop: threading.Event) -> None:
     """Connects a role and serves it until `stop` is set."""
-    checkpoint = RoleCheckpoint(args)
+    checkpoint = RoleCheckpoint(settings)
     parts = checkpoint.load([LOGGER])
     role.load(parts.get(LOGGER, {"step": 0}))
     server = wiring.make_server(
-        *("Server", args.logger_addr, "logger", args),
+        *("Server", settings.logger_addr, "logger", settings),
         on_failure=lambda error: stop.set(),
     )
 
@@ -202,7 +207,7 @@ def serve(role: LoggerRole, args: Any, stop: threading.Event) -> None:
     server.bind("wait_step", role.wait_step, workers=1)
     server.bind("save", save, workers=1)
     server.bind("discard", checkpoint.discard)
-    every = max(1.0, args.log_every) if args.log_every else None
+    every = max(1.0, settings.log_every) if settings.log_every else None
     with server:
         while not stop.wait(every):
             role.add(dict(wiring.prefixed("server/logger", server.stats())))

@@ -1,4 +1,4 @@
-"""Which worker steps which env. Agent process, the loop thread of the actor's server.
+"""Ownership of envs by workers. Agent process, the loop thread of the actor's server.
 
 Steps of one env that two workers take in turn would be stored as one episode. So every
 env id has one owner: the client that named it in its HELLO. A client that names an id

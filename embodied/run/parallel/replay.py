@@ -20,6 +20,7 @@ from embodied.rpc import Unanswered
 from embodied.run.console import show_messages, stop_on_signals
 from embodied.run.parallel import wiring
 from embodied.run.parallel.conductor import RoleCheckpoint
+from embodied.run.settings import RunSettings
 from embodied.run.training_run import EVAL_REPLAY, LIMITER, TRAIN_REPLAY, make_limiter
 from embodied.run.usage import Usage
 
@@ -43,7 +44,7 @@ class ReplayRole:
       train: stores what training envs do.
       evaluation: stores what evaluation envs do.
       make_stream: makes the stream of a replay and a mode.
-      args: `train_ratio` and the sizes of batches.
+      settings: `train_ratio` and the sizes of batches.
     """
 
     def __init__(
@@ -51,12 +52,12 @@ class ReplayRole:
         train: Replay,
         evaluation: Replay,
         make_stream: MakeStream,
-        args: Any,
+        settings: RunSettings,
     ):
         self._replays = {TRAIN_REPLAY: train, EVAL_REPLAY: evaluation}
         self._train, self._eval = train, evaluation
-        self._batch = args.batch_size
-        self.limiter = make_limiter(args)
+        self._batch = settings.batch_size
+        self.limiter = make_limiter(settings)
         self._streams = {
             "train": make_stream(train, "train"),
             "report": make_stream(train, "report"),
@@ -68,7 +69,7 @@ class ReplayRole:
         self._limited = wiring.Stopwatch()
         self._sampling = wiring.Stopwatch()
         self._inserting = wiring.Stopwatch()
-        self._start = args.batch_size * args.batch_length
+        self._start = settings.batch_size * settings.batch_length
         self._told = False  # Whether it was said that training begins.
         self._note = LocalClock(SMALLEST_FILLING)
 
@@ -198,25 +199,26 @@ def parallel_replay(
       make_stream: makes the stream of batches of a replay and a mode.
       args: the `run` block of the configuration and what belongs to it.
     """
-    wiring.check_addresses(args, "replay_addr", "logger_addr")
+    settings = RunSettings.from_args(args)
+    wiring.check_addresses(settings, "replay_addr", "logger_addr")
     with show_messages(), stop_on_signals() as stop:
         role = ReplayRole(
             wiring.load_factory(make_replay_train)(),
             wiring.load_factory(make_replay_eval)(),
             wiring.load_factory(make_stream),
-            args,
+            settings,
         )
-        serve(role, args, stop)
+        serve(role, settings, stop)
 
 
-def serve(role: ReplayRole, args: Any, stop: threading.Event) -> None:
+def serve(role: ReplayRole, settings: RunSettings, stop: threading.Event) -> None:
     """Connects a role and serves it until `stop` is set."""
-    checkpoint = RoleCheckpoint(args)
+    checkpoint = RoleCheckpoint(settings)
     parts = checkpoint.load((TRAIN_REPLAY, EVAL_REPLAY, LIMITER))
     role.load(parts)
     role.clean(parts, checkpoint.listed(), checkpoint.root)
     server = wiring.make_server(
-        *("Server", args.replay_addr, "replay", args),
+        *("Server", settings.replay_addr, "replay", settings),
         on_failure=lambda error: stop.set(),
     )
 
@@ -235,21 +237,26 @@ def serve(role: ReplayRole, args: Any, stop: threading.Event) -> None:
     # One save at a time, in a thread of its own, since it may take minutes.
     server.bind("save", save, workers=1)
     server.bind("discard", checkpoint.discard)
-    usage = Usage(args.usage, accelerator=False)
-    with wiring.make_client(args.logger_addr, "replay-logger", args) as log:
+    usage = Usage(settings.usage, accelerator=False)
+    with wiring.make_client(settings.logger_addr, "replay-logger", settings) as log:
         with server:
-            _tell_statistics(role, server, log, usage, args, stop)
+            _tell_statistics(role, server, log, usage, settings, stop)
             role.close()
 
 
 def _tell_statistics(
-    role: ReplayRole, server: Any, log: Any, usage: Usage, args: Any, stop: Any
+    role: ReplayRole,
+    server: Any,
+    log: Any,
+    usage: Usage,
+    settings: RunSettings,
+    stop: Any,
 ) -> None:
     """Sends statistics every `log_every` seconds until the end."""
     results = wiring.Results(
         lambda _, error: logger.warning("The logger took no statistics: %s", error)
     )
-    every = max(1.0, args.log_every) if args.log_every else None
+    every = max(1.0, settings.log_every) if settings.log_every else None
     while not stop.wait(every):
         results.check()
         if not log.connected:

@@ -1,4 +1,4 @@
-"""What the hosts of one run agree on: clocks, the end, saves. Agent process.
+"""Agreement between the hosts of one run: clocks, the end, saves. Agent process.
 
 The first replica answers; every replica, the first included, asks. With one replica
 nobody is asked.
@@ -16,6 +16,7 @@ from typing import Any
 from embodied.clock import ClockServer
 from embodied.rpc import Unanswered
 from embodied.run.parallel import wiring
+from embodied.run.settings import RunSettings
 
 WAIT_SECONDS = 1800.0  # For the slowest replica, which may still be compiling.
 
@@ -149,28 +150,32 @@ class Replicas:
 
 
 @contextlib.contextmanager
-def join_replicas(args: Any) -> Iterator[Replicas]:
+def join_replicas(settings: RunSettings) -> Iterator[Replicas]:
     """Makes the connections between replicas; `Replicas.meet` waits for them.
 
     Raises:
       RoleError: the address of the first replica is not known.
     """
-    if args.replicas <= 1:
+    if settings.replicas <= 1:
         yield Replicas()
         return
-    if not str(args.get("clock_port", "")):
+    if not settings.clock_port:
         raise wiring.RoleError(
-            f"clock_port: expected the port at which replica 0 of {args.replicas} "
+            f"clock_port: expected the port at which replica 0 of {settings.replicas} "
             "listens, got nothing. Pass --clock_port PORT, and --clock_addr HOST of "
             "replica 0, the same to every replica."
         )
-    address = f"{args.clock_addr or wiring.LOCAL_HOST}:{args.clock_port}"
+    address = f"{settings.clock_addr or wiring.LOCAL_HOST}:{settings.clock_port}"
     with contextlib.ExitStack() as stack:
-        if args.replica == 0:
+        if settings.replica == 0:
             stack.enter_context(
-                ReplicaServer(address, args.replicas, **wiring.security(args, "zmq"))
+                ReplicaServer(
+                    address, settings.replicas, **wiring.security(settings, "zmq")
+                )
             )
         client = stack.enter_context(
-            wiring.make_client(address, f"replica-{args.replica}", args, kind="zmq")
+            wiring.make_client(
+                address, f"replica-{settings.replica}", settings, kind="zmq"
+            )
         )
-        yield Replicas(args.replica, args.replicas, client)
+        yield Replicas(settings.replica, settings.replicas, client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import socket
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import cloudpickle
 
 from embodied import rpc
+from embodied.run.settings import RunSettings
 
 AUTO = "{auto}"
 LOCAL_HOST, LOCAL_HOST_IPV6 = "localhost", "[::1]"
@@ -34,23 +36,23 @@ def load_factory(factory: bytes | Callable[..., Any]) -> Callable[..., Any]:
     return cloudpickle.loads(factory) if isinstance(factory, bytes) else factory
 
 
-def resolve_addresses(args: Any) -> Any:
+def resolve_addresses(settings: RunSettings) -> RunSettings:
     """Returns the arguments with free ports of this machine for `{auto}`."""
-    host = LOCAL_HOST_IPV6 if args.get("ipv6", False) else LOCAL_HOST
-    changes = {}
+    host = LOCAL_HOST_IPV6 if settings.ipv6 else LOCAL_HOST
+    changes: dict[str, Any] = {}
     for key in ADDRESSES:
-        address = str(args[key])
+        address = str(getattr(settings, key))
         if AUTO in address:
             address = address.replace(AUTO, str(rpc.free_port()))
         if host != LOCAL_HOST and address.startswith(f"{LOCAL_HOST}:"):
             address = host + address.removeprefix(LOCAL_HOST)
         changes[key] = address
-    return args.update(changes)
+    return dataclasses.replace(settings, **changes)
 
 
-def check_addresses(args: Any, *keys: str) -> None:
+def check_addresses(settings: RunSettings, *keys: str) -> None:
     """Raises an error if a role that starts by itself does not know an address."""
-    unknown = [key for key in keys if AUTO in str(args[key])]
+    unknown = [key for key in keys if AUTO in str(getattr(settings, key))]
     if unknown:
         flags = " ".join(f"--run.{key} HOST:PORT" for key in unknown)
         raise RoleError(
@@ -60,11 +62,11 @@ def check_addresses(args: Any, *keys: str) -> None:
         )
 
 
-def check_servers(args: Any, *keys: str) -> None:
+def check_servers(settings: RunSettings, *keys: str) -> None:
     """Raises an error if roles of this machine could not listen where they should."""
     owners: dict[str, str] = {}
     for key in keys:
-        address = str(args[key])
+        address = str(getattr(settings, key))
         other = owners.setdefault(address, key)
         if other != key:
             raise RoleError(
@@ -72,25 +74,27 @@ def check_servers(args: Any, *keys: str) -> None:
                 f"that of run.{other}, too."
             )
         try:
-            server = rpc.transport(args.transport).Server
-            server.check(address, **security(args, args.transport))
+            server = rpc.transport(settings.transport).Server
+            server.check(address, **security(settings, settings.transport))
         except (rpc.AuthError, ValueError) as error:
             raise RoleError(f"run.{key}: {error}") from error
 
 
-def make_server(kind: str, addr: str, name: str, args: Any, **kwargs: Any) -> Any:
+def make_server(
+    kind: str, addr: str, name: str, settings: RunSettings, **kwargs: Any
+) -> Any:
     """Makes the server of a role; `kind` is 'Server' or 'BatchServer'."""
-    make = getattr(rpc.transport(args.transport), kind)
-    return make(addr, name, **security(args, args.transport), **kwargs)
+    make = getattr(rpc.transport(settings.transport), kind)
+    return make(addr, name, **security(settings, settings.transport), **kwargs)
 
 
-def make_client(addr: str, name: str, args: Any, kind: str = "", **kwargs: Any) -> Any:
-    """Makes a connection to a role, over `args.transport` or that of `kind`."""
-    kind = kind or args.transport
+def make_client(
+    addr: str, name: str, settings: RunSettings, kind: str = "", **kwargs: Any
+) -> Any:
+    """Makes a connection to a role, over `settings.transport` or that of `kind`."""
+    kind = kind or settings.transport
     make = rpc.transport(kind).Client
-    return make(
-        addr, name, link=args.get("link", "auto"), **security(args, kind), **kwargs
-    )
+    return make(addr, name, link=settings.link, **security(settings, kind), **kwargs)
 
 
 def connect(
@@ -243,15 +247,15 @@ def prefixed(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield f"{prefix}/{name}", value
 
 
-def security(args: Any, kind: str) -> dict[str, Any]:
+def security(settings: RunSettings, kind: str) -> dict[str, Any]:
     """Returns the arguments of servers and clients of a transport that protect them."""
     if kind == "portal":  # It has no keys.
-        return {"insecure": args.insecure}
-    return {"keys": rpc.Keys.load(args.keyfile) if args.keyfile else None}
+        return {"insecure": settings.insecure}
+    return {"keys": rpc.Keys.load(settings.keyfile) if settings.keyfile else None}
 
 
 def _unresolved(address: str) -> str:
-    """Says why the name in an address is not known; empty if it is."""
+    """Returns why the name in an address does not resolve; empty if it does."""
     host = address.rpartition(":")[0].strip("[]")
     reasons: list[str] = []
 

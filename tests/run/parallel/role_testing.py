@@ -11,11 +11,19 @@ import numpy as np
 import embodied
 from embodied.replay import Replay
 from embodied.rpc import Future
+from embodied.run.settings import RunSettings
 from embodied.streams import Consec, Stateless
 
 WAIT = 30.0  # Seconds; far above what anything takes, also on a busy machine.
 
 DEFAULTS = {
+    "logdir": "",
+    "replica": 0,
+    "replicas": 1,
+    "eval_eps": 1,
+    "debug": False,
+    "from_checkpoint": "",
+    "agent_process": False,
     "steps": 200,
     "duration": 0.0,
     "train_ratio": 8.0,
@@ -51,7 +59,7 @@ DEFAULTS = {
 
 
 def make_args(**changes):
-    return elements.Config({**DEFAULTS, **changes})
+    return RunSettings.from_args({**DEFAULTS, **changes})
 
 
 class Waiting:

@@ -6,9 +6,8 @@ import pytest
 from role_testing import Background, CountingAgent, FakeClient, make_args, wait_until
 
 from embodied.rpc import Disconnected
-from embodied.run.parallel.ending import Ending
-from embodied.run.parallel.learner import Learner, _Over
-from embodied.run.parallel.remote_stream import RemoteStream
+from embodied.run.parallel.learner import Learner, RemoteStream, _RunEnd
+from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import Replicas
 
 
@@ -179,8 +178,8 @@ class TestStream:
 class TestOver:
     @pytest.fixture
     def over(self):
-        ending = Ending(threading.Barrier(2), "learner", "actor")
-        with _Over(threading.Event(), ending, 0.0, Replicas()) as over:
+        rendezvous = Rendezvous(threading.Barrier(2), "learner", "actor")
+        with _RunEnd(threading.Event(), rendezvous, 0.0, Replicas()) as over:
             yield over
 
     def test_the_run_ends_with_the_answer(self, over):

@@ -18,7 +18,10 @@ class TestAddresses:
     def test_auto_becomes_free_ports(self):
         args = wiring.resolve_addresses(make_args(replay_addr="elsewhere:5"))
         assert args.replay_addr == "elsewhere:5"
-        ports = {args[key].removeprefix("localhost:") for key in wiring.ADDRESSES[::2]}
+        ports = {
+            getattr(args, key).removeprefix("localhost:")
+            for key in wiring.ADDRESSES[::2]
+        }
         assert len(ports) == 2 and all(port.isdigit() for port in ports)
 
     def test_ipv6(self):
@@ -38,7 +41,7 @@ class TestAddresses:
     def test_the_batch_is_half_of_the_envs(self, tmp_path, asked, batch):
         args = make_args(envs=7, actor_batch=asked, logdir=str(tmp_path / "run"))
         args = prepare(args)
-        assert args.actor_batch == batch
+        assert args.policy_batch == batch
         assert (tmp_path / "run").is_dir()
 
     def test_a_batch_that_would_never_be_full_is_refused(self, tmp_path):

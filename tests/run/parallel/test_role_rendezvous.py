@@ -5,20 +5,22 @@ import threading
 import pytest
 from role_testing import Background
 
-from embodied.run.parallel.ending import Ending
+from embodied.run.parallel.rendezvous import Rendezvous
 
 
 def sides():
     barrier = threading.Barrier(2)
-    return Ending(barrier, "actor", "learner"), Ending(barrier, "learner", "actor")
+    return Rendezvous(barrier, "actor", "learner"), Rendezvous(
+        barrier, "learner", "actor"
+    )
 
 
-def run(ending, *, fail=None):
-    with ending:
-        ending.meet()
+def run(rendezvous, *, fail=None):
+    with rendezvous:
+        rendezvous.meet()
         if fail:
             raise fail
-        ending.meet()
+        rendezvous.meet()
 
 
 def test_both_meet_twice():
@@ -85,7 +87,7 @@ def test_all_is_abandoned_from_outside():
     seen = []
     learner.on_failure(lambda: seen.append(learner.abandoned))
     with Background(actor.meet) as waiting:
-        Ending(learner._barrier, "launcher", "agent").abandon()
+        Rendezvous(learner._barrier, "launcher", "agent").abandon()
     assert isinstance(waiting.error, RuntimeError) and seen == [True]
     with pytest.raises(RuntimeError, match="launcher failed: The run was ended"):
         learner.check()
@@ -107,4 +109,4 @@ def test_a_side_that_does_not_come_is_a_timeout():
 
 def test_the_barrier_is_one_of_two():
     with pytest.raises(ValueError, match="barrier of 2, got 3"):
-        Ending(threading.Barrier(3), "actor", "learner")
+        Rendezvous(threading.Barrier(3), "actor", "learner")

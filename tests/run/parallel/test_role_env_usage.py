@@ -8,7 +8,7 @@ import types
 import psutil
 import pytest
 
-from embodied.run.parallel.watching import EnvUsage
+from embodied.run.parallel.env_usage import EnvUsage
 
 
 class Workers:

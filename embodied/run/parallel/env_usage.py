@@ -6,11 +6,11 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import psutil
 
 from embodied.run.parallel import wiring
+from embodied.run.settings import RunSettings
 from embodied.run.usage import GIGABYTE
 from embodied.workers import Supervisor
 
@@ -57,15 +57,15 @@ class EnvUsage:
 
 
 @contextlib.contextmanager
-def telling_usage(supervisor: Supervisor, args: Any) -> Iterator[None]:
+def report_env_usage(supervisor: Supervisor, settings: RunSettings) -> Iterator[None]:
     """Sends the use of env workers every `log_every` seconds within the body."""
-    unknown = wiring.AUTO in str(args.logger_addr)  # A host that was not told.
-    if unknown or not args.usage["psutil"] or not args.log_every:
+    unknown = wiring.AUTO in str(settings.logger_addr)  # A host that was not told.
+    if unknown or not settings.usage["psutil"] or not settings.log_every:
         yield
         return
     stop = threading.Event()
     thread = threading.Thread(
-        target=_tell, args=(supervisor, args, stop), name="env usage", daemon=True
+        target=_tell, args=(supervisor, settings, stop), name="env usage", daemon=True
     )
     thread.start()
     try:
@@ -75,20 +75,22 @@ def telling_usage(supervisor: Supervisor, args: Any) -> Iterator[None]:
         thread.join(END_SECONDS)
 
 
-def _tell(supervisor: Supervisor, args: Any, stop: threading.Event) -> None:
+def _tell(supervisor: Supervisor, settings: RunSettings, stop: threading.Event) -> None:
     try:
-        _tell_until(supervisor, args, stop)
+        _tell_until(supervisor, settings, stop)
     except ConnectionError as error:  # The run does not depend on it.
         logger.warning("The use of env workers is not logged any more: %s", error)
 
 
-def _tell_until(supervisor: Supervisor, args: Any, stop: threading.Event) -> None:
+def _tell_until(
+    supervisor: Supervisor, settings: RunSettings, stop: threading.Event
+) -> None:
     usage = EnvUsage(supervisor)
     results = wiring.Results(
         lambda _, error: logger.warning("The logger took no usage: %s", error)
     )
-    with wiring.make_client(args.logger_addr, "env-usage", args) as client:
-        while not stop.wait(max(1.0, args.log_every)):
+    with wiring.make_client(settings.logger_addr, "env-usage", settings) as client:
+        while not stop.wait(max(1.0, settings.log_every)):
             metrics = usage.result()
             results.check()
             if client.connected:

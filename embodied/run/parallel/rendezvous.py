@@ -1,4 +1,4 @@
-"""How actor and learner begin, end and fail together. Agent process."""
+"""Begin, end and failure of actor and learner together. Agent process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Self
 
 @dataclasses.dataclass
 class _Shared:
-    """What the sides of one barrier tell each other beside meeting at it."""
+    """State that the sides of one barrier share beside it."""
 
     failure: tuple[str, BaseException] | None = None  # Who failed first, and how.
     abandoned: bool = False
@@ -26,14 +26,14 @@ _SHARED = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()  # Guards the dictionary, and all failures.
 
 
-class Ending:
+class Rendezvous:
     """One thread's side of a barrier of two that actor and learner meet at twice.
 
-        with ending:
-          ending.meet()            # When both may begin.
-          while not ending.broken: # The learner; the actor waits.
+        with rendezvous:
+          rendezvous.meet()            # When both may begin.
+          while not rendezvous.broken: # The learner; the actor waits.
             ...
-          ending.meet()            # When the run is over.
+          rendezvous.meet()            # When the run is over.
 
     Whoever fails breaks the barrier, and the other one fails with the same error. The
     first time they may not meet at all: the learner calls it off if it is told to end

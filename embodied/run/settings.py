@@ -84,6 +84,11 @@ class RunSettings:
     keyfile: str = ""
     usage: Mapping[str, bool]
 
+    @property
+    def policy_batch(self) -> int:
+        """Rows of a policy step: `actor_batch`, or half of the environments."""
+        return self.actor_batch if self.actor_batch > 0 else max(1, self.envs // 2)
+
     @classmethod
     def from_args(cls, args: Any) -> RunSettings:
         """Takes the settings from what a loop or role was given.

@@ -8,7 +8,7 @@ import elements
 import pytest
 
 from dreamerv3.cli.config import load_config, make_args
-from embodied.run.options import RunSettings
+from embodied.run.settings import RunSettings
 
 ARGS = make_args(load_config(["--logdir", "logdir"], {}))
 # Keys of ours, which users of earlier programs do not know.
