@@ -38,7 +38,12 @@ MISTAKES = (
     *("UnknownTask", "MissingExtra", "UnusableEnv", "UnsupportedSpace"),
     *("ObservationError", "ReplayMemoryError", "ConfigError"),
 )
-CLEAR = (*MISTAKES, "SpaceError", "DiskTooSmallError")  # Their message says all.
+CLEAR = (
+    *MISTAKES,
+    "SpaceError",
+    "DiskTooSmallError",
+    "StopTimeout",
+)  # Their message says all.
 
 _OURS = tuple(
     f"{path}/"

@@ -78,6 +78,7 @@ class Conductor:
         self._writer = PartWriter(self._checkpoint, root)
         self._starts = Starts(root / FOLDER)
         self._running: concurrent.futures.Future[bool] | None = None
+        self._parts: dict[str, Any] = {}  # Answers of roles to the last save.
         self._abandoned = threading.Event()
 
     def restore(self) -> bool:
@@ -129,10 +130,10 @@ class Conductor:
             if tag == NO_TAG:
                 _complete(running, False)
                 return
-            parts = [
-                _call(self._roles["replay"].save, tag, trained),
-                _call(self._roles["logger"].save, tag),
-            ]
+            self._parts = {
+                "replay": _call(self._roles["replay"].save, tag, trained),
+                "logger": _call(self._roles["logger"].save, tag),
+            }
             data = self._agent.save()
         except BaseException:
             _complete(running, False)
@@ -140,7 +141,7 @@ class Conductor:
         name = f"save {self._saves}"
         threading.Thread(
             target=self._run,
-            args=(running, name, tag, data, parts, starts),
+            args=(running, name, tag, data, list(self._parts.values()), starts),
             name=name,
             daemon=True,  # One that waits for a dead role must not keep the process.
         ).start()
@@ -149,6 +150,12 @@ class Conductor:
     def busy(self) -> bool:
         """Whether the last save is still being written."""
         return self._running is not None and not self._running.done()
+
+    @property
+    def awaited(self) -> str:
+        """The roles that have not answered to the last save; else the agent."""
+        missing = [name for name, future in self._parts.items() if not future.done()]
+        return " and ".join(f"the {name}" for name in missing or [AGENT])
 
     def wait(self) -> bool:
         """Waits until the last save is written; returns whether it succeeded."""
