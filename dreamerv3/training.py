@@ -190,11 +190,14 @@ def open_batch(
 
 def close_batch(params: Model, states: Latent, batch: Batch) -> Carry:
     """Returns the carry for the batch that follows."""
-    deter = states["deter"][:, -1]
+    # A batch that is not finite must not spoil those after it.
+    latent = {
+        name: jnp.where(jnp.isfinite(value[:, -1]), value[:, -1], 0)
+        for name, value in states.items()
+    }
     return sg(
         {
-            "deter": jnp.where(jnp.isfinite(deter), deter, 0),
-            "stoch": states["stoch"][:, -1],
+            **latent,
             "action": {key: batch[key][:, -1] for key, _ in params.pol.spaces},
         }
     )

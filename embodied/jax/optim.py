@@ -26,8 +26,9 @@ class Optimizer:
         updates, state, metrics = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
 
-    An update with gradients or a loss that are not finite is skipped: it is zero, and
-    the state stays as it was but for the count of such updates in a row.
+    An update is skipped if its gradients, the loss or the resulting step are not
+    finite: it is zero, and the state stays as it was but for the count of such updates
+    in a row.
 
     Attributes:
       lr: learning rate.
@@ -84,8 +85,10 @@ class Optimizer:
         """
         step, skipped = state["step"]["value"], state["nonfinite"]["value"]
         grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         updates, square, momentum = self._direction(grads, state, params)
+        # Of the step, too: parameters that are not finite once remain so.
+        step_norm = optax.tree.norm(updates)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(step_norm) & jnp.isfinite(loss)
         rate = jnp.where(finite, -self.rate(step), 0)
         updates = jax.tree.map(lambda x: jnp.where(finite, rate * x, 0), updates)
         new = {
@@ -100,7 +103,7 @@ class Optimizer:
             "updates": new["step"]["value"],
             "grad_norm": grad_norm,
             "grad_rms": grad_norm / size,
-            "update_rms": optax.tree.norm(updates) / size,
+            "update_rms": jnp.where(finite, -rate * step_norm, 0) / size,
             "param_rms": optax.tree.norm(params) / size,
             "param_count": jnp.array(count, jnp.int32),
             "nonfinite": new["nonfinite"]["value"],

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from embodied.base import Array
@@ -63,7 +64,7 @@ class TrainRunner:
       placer: moves batches to them.
       seed: of weights, and of batches that have none.
       watch: gets the number of updates in a row that were not finite, and the batch
-        of the last, after each update.
+        of the last, after each update that was not.
       publish: gets the leaves of the policy's parameters after each update.
       publish_shardings: where these should lie, by the tree of their shapes; by
         default on every device.
@@ -186,7 +187,12 @@ class TrainRunner:
             self._publish(take(self._leaves))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The whole state by flat name; with several hosts all must call it."""
+        """The whole state by flat name; with several hosts all must call it.
+
+        Raises:
+          NonfiniteError: a part of it is not finite, and would spoil a checkpoint.
+        """
+        self._check_state()
         with self._lock:
             devices.start_fetch(self._leaves)
             return dict(zip(self.names, devices.fetch_whole(self._leaves)))
@@ -285,12 +291,36 @@ class TrainRunner:
         if update is None:
             return {}, {}
         metrics = devices.fetch(update.metrics).unpack()
-        self._watch(int(metrics.get(NONFINITE, 0)), update.batch)
-        return devices.fetch(update.outputs), metrics
+        streak = int(metrics.get(NONFINITE, 0))
+        if not streak:
+            return devices.fetch(update.outputs), metrics
+        if streak == 1:
+            self._check_state()
+        self._watch(streak, update.batch)
+        return {}, metrics  # Recurrent states of such a batch are of no use.
+
+    def _check_state(self) -> None:
+        """Raises NonfiniteError if updates cannot mend the state any more."""
+        with self._lock:
+            finite = jax.device_get(_are_finite(self._leaves))
+        damaged = [name for name, fine in zip(self.names, finite) if not fine]
+        if damaged:
+            raise NonfiniteError(
+                f"The agent expected finite numbers in its state, got others in "
+                f"{len(damaged)} of {len(finite)} arrays, such as "
+                f"{', '.join(damaged[:3])}. No update can mend them, and they are not "
+                "saved. The same command continues from the newest checkpoint."
+            )
+
+
+@jax.jit
+def _are_finite(leaves: list[Array]) -> list[Array]:
+    """Returns for each array whether all of it is finite."""
+    return [jnp.isfinite(leaf).all() for leaf in leaves]
 
 
 class NonfiniteError(RuntimeError):
-    """Too many updates in a row were not finite."""
+    """Too many updates in a row were not finite, or the state is not."""
 
 
 class NonfiniteWatch:
@@ -310,15 +340,12 @@ class NonfiniteWatch:
         """Notes an update.
 
         Args:
-          streak: updates in a row that were skipped, this one included; 0 if it was
-            finite.
+          streak: updates in a row that were skipped, this one included.
           batch: what the update was made of.
 
         Raises:
           NonfiniteError: there were too many.
         """
-        if not streak:
-            return
         self.skipped += 1
         if self.skipped.bit_count() == 1:  # At 1, 2, 4, 8 and so on.
             logger.warning(

@@ -111,6 +111,25 @@ def test_updates_are_skipped_and_training_goes_on(caplog):
     assert "Skipped an update" in caplog.text
 
 
+def test_results_of_a_skipped_update_do_not_reach_the_replay():
+    agent = make_agent()
+    outputs, metrics = train(agent, BAD, make_batch())
+    assert metrics["opt/nonfinite"] == 1 and not outputs
+    assert "replay" in agent.flush()[0]
+
+
+def test_a_damaged_state_is_an_error_at_once_and_is_not_saved():
+    agent = make_agent(max_nonfinite=50)
+    data = agent.save()
+    spoiled = data["params"]["net/kernel"].copy()
+    spoiled[3, 4] = np.nan
+    agent.load({**data, "params": {**data["params"], "net/kernel": spoiled}})
+    with pytest.raises(NonfiniteError, match="1 of 4 arrays, such as net/kernel"):
+        train(agent, make_batch(), make_batch())
+    with pytest.raises(NonfiniteError, match="they are not saved"):
+        agent.save()
+
+
 def test_too_many_in_a_row_are_an_error_with_the_batch_in_a_file(tmp_path):
     folder = tmp_path / "logdir"
     agent = make_agent(max_nonfinite=3, folder=folder)

@@ -139,6 +139,19 @@ def test_updates_that_are_not_finite_are_skipped_and_counted(bad):
     assert metrics["updates"] == 2
 
 
+def test_a_step_that_is_not_finite_is_skipped_although_its_gradients_are():
+    params, gradients = random_trees(2)
+    optimizer = Optimizer(warmup=0)
+    _, state, _ = optimizer.update(gradients[0], optimizer.init(params), params)
+    momentum = {**state["momentum"]}
+    momentum["x/bias"] = momentum["x/bias"].at[0].set(np.inf)
+    state = {**state, "momentum": momentum}
+    updates, skipped, metrics = optimizer.update(gradients[1], state, params)
+    assert np.isfinite(metrics["grad_norm"]) and metrics["nonfinite"] == 1
+    assert not any(map(np.any, updates.values())) and metrics["update_rms"] == 0
+    jax.tree.map(np.testing.assert_array_equal, skipped["square"], state["square"])
+
+
 def test_metrics_describe_all_parameters():
     params = {"a": jnp.full((2, 2), 3.0)}
     optimizer = Optimizer(lr=0.5, warmup=0, momentum=False, agc=0.0)
