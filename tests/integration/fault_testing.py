@@ -233,13 +233,13 @@ def check_ratio(run, lost=False, waits=True):
     """A run that goes on trains as often as was asked for the steps that it makes.
 
     What the agent counts is compared with what the logger counts; neither asks the
-    limiter. An agent that is restarted has lost the updates since its last save, which
-    the replay does not give back; so all that was saved must still be there.
+    limiter. Updates of an agent that was restarted, which are not in its weights any
+    more, do not count.
 
     Args:
       run: that has just gone on.
-      lost: whether one of replay, logger and agent was restarted without the others.
-        Only what comes from now on is compared then.
+      lost: whether the replay or the logger was restarted without the others. Only
+        what comes from now on is compared then.
       waits: whether the learner waits for steps. If the run saves all the time, it may
         be behind.
     """

@@ -27,14 +27,18 @@ from embodied.checkpoint import (
     CheckpointError,
     DiskTooSmallError,
     FileRecord,
+    Manifest,
 )
 from embodied.replay import ReplayCut
+from embodied.rpc import Disconnected
 from embodied.run.parallel.replicas import Replicas
 from embodied.run.saving import AGENT, FOLDER, PartWriter, load_agent, must_continue
 from embodied.run.settings import RunSettings
+from embodied.run.training_run import LIMITER
 
 SAVE_SECONDS = 900.0  # For a role to write its part.
 DISCARD_SECONDS = 10.0
+ANSWER_SECONDS = 60.0  # For the replay to take back updates.
 NO_TAG = "-"  # In place of a tag, if there can be no save.
 # How a save ended, told by the first replica to all.
 SAVED, NOT_COMMITTED, UNCLEAR = "saved", "not committed", "unclear"
@@ -106,6 +110,7 @@ class Conductor:
         data = self._checkpoint.read_part(manifest, AGENT)
         with must_continue(settings.logdir):
             self._agent.load(data)
+        self._take_back_updates(manifest)
         step = manifest.meta.get("step", 0)
         logger.info("Continuing at step %s, from checkpoint %s.", step, manifest.tag)
         return True
@@ -176,6 +181,19 @@ class Conductor:
         """Waits for a save that is under way."""
         if self._running is not None:
             concurrent.futures.wait([self._running])
+
+    def _take_back_updates(self, manifest: Manifest) -> None:
+        """Tells the replay which updates are in the weights that were restored."""
+        name = LIMITER + part_suffix(self._settings)
+        if name not in self._checkpoint.parts(manifest):
+            return
+        saved = json.dumps(self._checkpoint.read_part(manifest, name))
+        try:
+            self._roles["replay"].begin_training(saved).result(ANSWER_SECONDS)
+        except Disconnected:
+            pass  # It has just been restarted, and has the counts of that checkpoint.
+        except Exception as error:
+            logger.warning("The replay does not take back lost updates. %s", error)
 
     def _agree(self) -> tuple[str, int]:
         """Returns the tag, the same in all replicas, and the starts until now."""
@@ -284,7 +302,7 @@ class RoleCheckpoint:
 
     def __init__(self, settings: RunSettings):
         self.root = Path(settings.logdir)
-        self._suffix = f"/{settings.replica:05}" if settings.replicas > 1 else ""
+        self._suffix = part_suffix(settings)
         self._checkpoint = Checkpoint(self.root, FOLDER, keep=settings.keep)
         self._writer = PartWriter(self._checkpoint, self.root, self._suffix)
         self._starts = Starts(self.root / FOLDER)
@@ -377,6 +395,11 @@ class Starts:
             yield fd, int.from_bytes(os.pread(fd, _COUNT_BYTES, 0), "little")
         finally:
             os.close(fd)
+
+
+def part_suffix(settings: RunSettings) -> str:
+    """Returns the end of names of parts that every replica has."""
+    return f"/{settings.replica:05}" if settings.replicas > 1 else ""
 
 
 def pack_reply(records: Iterable[FileRecord], meta: Mapping[str, Any]) -> str:
