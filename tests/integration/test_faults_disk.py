@@ -132,7 +132,10 @@ class TestFullDisk:
     @pytest.mark.parametrize("small_disk", ["900k"], indirect=True)
     @pytest.mark.parametrize(
         "flags",
-        [["--script", "train"], ["--run.agent_process", "True"]],
+        [
+            ["--script", "train"],
+            pytest.param(["--run.agent_process", "True"], marks=pytest.mark.slow),
+        ],
         ids=["one process", "all roles"],
     )
     def test_a_run_that_could_never_be_saved_says_so_at_once(self, small_disk, flags):

@@ -201,6 +201,7 @@ def test_a_save_that_fails_on_the_way_ends_the_run_with_its_error(tmp_path):
         assert "OSError: the device was away for a moment" in program.output()
 
 
+@pytest.mark.slow
 def test_a_role_whose_server_falls_silent_is_restarted(tmp_path):
     fault, logdir = tmp_path / "fault", tmp_path / "run"
     fault.touch()
