@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import ml_dtypes
 
 from dreamerv3.cli.config import FILENAME, ConfigError, run_config
+from dreamerv3.cli.task_origin import is_own, sign_task
 from dreamerv3.policies.inference import agent_spaces, must_fit
 from dreamerv3.policies.spaces import spaces_to_tree
 from embodied.checkpoint import Checkpoint, CheckpointError
@@ -32,6 +33,7 @@ def export(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     dtype: str = "float32",
+    task: str | None = None,
 ) -> int:
     """Writes the policy of a run's newest checkpoint to a folder.
 
@@ -39,6 +41,7 @@ def export(
       source: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it.
       target: a folder that does not exist yet, or is empty.
       dtype: of matrices; one of `DTYPES`.
+      task: of the run, if it names code and is not trusted; see `dreamerv3.load`.
 
     Returns:
       The number of bytes that the weights take.
@@ -46,6 +49,7 @@ def export(
     Raises:
       CheckpointError: there is no whole checkpoint, it does not fit its config, or
         there is something at the target.
+      ConfigError: there is no config, it cannot be used, or its task is not trusted.
     """
     from dreamerv3.policies.acting_agent import ActingAgent, on_one_device
 
@@ -59,7 +63,7 @@ def export(
     config = run_config(saved.logdir)
     if config.random_agent:
         raise CheckpointError(f"export expected an agent with weights in {source}.")
-    obs_space, act_space = agent_spaces(config, saved)
+    obs_space, act_space = agent_spaces(config, saved, task)
     agent = ActingAgent(obs_space, act_space, on_one_device(config, "cpu"))
     with must_fit(saved):
         weights = agent.weights(saved.data)
@@ -69,6 +73,8 @@ def export(
     }
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(saved.logdir / FILENAME, folder / FILENAME)
+    if is_own(saved.logdir, config.task):
+        sign_task(folder, config.task)
     spaces = {"obs": spaces_to_tree(obs_space), "act": spaces_to_tree(act_space)}
     Checkpoint(folder, FOLDER).save(
         {AGENT: {"params": weights, "spaces": spaces}}, {"step": saved.step}
@@ -84,9 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("source", help="logdir of the run")
     parser.add_argument("target", help="folder to write to")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of weights")
+    parser.add_argument("--task", help="of the run, if it names code to be trusted")
     options = parser.parse_args(argv)
     try:
-        size = export(options.source, options.target, options.dtype)
+        size = export(options.source, options.target, options.dtype, options.task)
     except (CheckpointError, ConfigError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     print(f"The policy is in {options.target}, {size / 1e6:.1f} MB.")

@@ -24,7 +24,7 @@ from dreamerv3.cli.factories import (
     make_replay,
     make_stream,
 )
-from dreamerv3.cli.logdir import kept_config
+from dreamerv3.cli.logdir import kept_config, limited_access
 from dreamerv3.cli.scripts import SCRIPTS, RunError
 from embodied import logger as loggers
 from embodied.base import TaskError
@@ -81,7 +81,8 @@ def _run(config: elements.Config, argv: Sequence[str]) -> int:
     from embodied.run.console import show_messages
 
     try:
-        with show_messages(), kept_config(config.logdir):
+        access = limited_access(config.logdir_access)
+        with show_messages(), access, kept_config(config.logdir):
             if config.script == "suite":  # It passes the arguments on to its runs.
                 from dreamerv3.suite.runner import run_suite
 

@@ -29,6 +29,7 @@ from dreamerv3.cli.schema import (
     nearest,
     read_keys,
 )
+from dreamerv3.cli.task_origin import find_task_problem
 from embodied.run.settings import RunSettings
 
 FILENAME = "config.yaml"  # Of the configuration in the logdir.
@@ -93,15 +94,19 @@ def merge(argv: Sequence[str]) -> Values:
     """Applies blocks and then flags to the defaults, without checking combinations.
 
     With `--script eval_only`, the configuration of the run that is evaluated comes
-    between the defaults and the blocks.
+    between the defaults and the blocks; but a task that names code has to be given, if
+    this user has not started that run.
     """
     blocks = read_blocks()
     values = Values(flatten(blocks.pop("defaults")))
     arguments, strays = split_arguments(argv)
     values.problems += strays
     run = _evaluated_run(arguments)
+    doubts = ""
     if run is not None:
         _apply_run(values, run, without=NOT_EVALUATED)
+        doubts = find_task_problem(run.parent, values.flat["task"])
+        values.given.clear()
     for name in [
         name for flag, names in arguments if flag == "configs" for name in names
     ]:
@@ -121,6 +126,8 @@ def merge(argv: Sequence[str]) -> Values:
             values.problems.append(
                 f"--configs: expected one or more of {', '.join(blocks)}, got no value."
             )
+    if doubts and "task" not in values.given:
+        values.problems.append(doubts)
     return values
 
 
@@ -164,6 +171,9 @@ def read_config(filename: str | os.PathLike[str]) -> elements.Config:
 
 def run_config(logdir: str | os.PathLike[str]) -> elements.Config:
     """Returns the configuration of a run, with defaults for keys that it lacks.
+
+    Its task may name code of a stranger: ask `find_task_problem` before its environment
+    is made.
 
     Raises:
       ConfigError: there is none, or it cannot be used.
@@ -241,11 +251,13 @@ class Values:
 
     Attributes:
       flat: values by full key.
+      given: keys that were set.
       problems: a sentence for each thing that was wrong so far.
     """
 
     def __init__(self, defaults: Flat):
         self.flat = dict(defaults)
+        self.given: set[str] = set()
         self.problems: list[str] = []
         self._defaults = defaults
 
@@ -276,6 +288,7 @@ class Values:
                 self.problems.append(f"{key}: {error}")
             else:
                 self.flat[key] = value
+                self.given.add(key)
 
 
 def _find_keys(flat: Flat, name: str) -> list[str]:

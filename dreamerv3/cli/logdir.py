@@ -21,9 +21,12 @@ from ruamel.yaml import YAML
 
 from dreamerv3.cli.config import FILENAME, ConfigError, read_config
 from dreamerv3.cli.schema import ENV_SCRIPTS, OWNING_SCRIPTS
+from dreamerv3.cli.task_origin import sign_task
 
 LOCK = ".lock"
 MANIFEST = pathlib.Path("ckpt", "manifest.json")
+# What others may not do with files of a run, by `logdir_access`.
+MASKS = {"user": 0o077, "group": 0o027, "umask": 0o000}
 
 _claimed: dict[pathlib.Path, int] = {}  # Descriptors of locks that this process holds.
 
@@ -62,6 +65,7 @@ def prepare_logdir(config: elements.Config) -> pathlib.Path:
             claim(logdir)
         if config.replica == 0 and config.script not in ENV_SCRIPTS:
             write_file(logdir, FILENAME, _to_yaml(config))
+            sign_task(logdir, config.task)
     except LogdirInUse as error:
         raise ConfigError(f"logdir: {error}") from error
     except (OSError, CheckpointError) as error:
@@ -70,6 +74,21 @@ def prepare_logdir(config: elements.Config) -> pathlib.Path:
             f"Choose another --logdir."
         ) from error
     return logdir
+
+
+@contextlib.contextmanager
+def limited_access(access: str) -> Iterator[None]:
+    """Decides who may read the files that this process and its children make.
+
+    Args:
+      access: a key of `MASKS`. The umask of the process holds in any case.
+    """
+    before = os.umask(MASKS["user"])
+    os.umask(before | MASKS[access])
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def claim(logdir: pathlib.Path) -> None:

@@ -36,9 +36,14 @@ values: --logger.outputs jsonl terminal. Numbers may be written like 1e6.
 # Types of errors that come from a wrong command line, rather than on the way.
 MISTAKES = (
     *("UnknownTask", "MissingExtra", "UnusableEnv", "UnsupportedSpace"),
-    *("ObservationError", "ReplayMemoryError"),
+    *("ObservationError", "ReplayMemoryError", "ConfigError"),
 )
-CLEAR = (*MISTAKES, "SpaceError")  # Their message says all.
+CLEAR = (
+    *MISTAKES,
+    "SpaceError",
+    "DiskTooSmallError",
+    "StopTimeout",
+)  # Their message says all.
 
 _OURS = tuple(
     f"{path}/"

@@ -17,7 +17,8 @@ from typing import Any
 import elements
 import numpy as np
 
-from dreamerv3.cli.config import run_config
+from dreamerv3.cli.config import ConfigError, run_config
+from dreamerv3.cli.task_origin import find_task_problem
 from dreamerv3.policies.spaces import spaces_from_tree
 from embodied import wrappers
 from embodied.base import Agent, Array, Env, Spaces, Tree
@@ -39,6 +40,7 @@ def load(
     sample: bool | None = None,
     seed: int = 0,
     act_space: Mapping[str, Any] | None = None,
+    task: str | None = None,
 ) -> LoadedPolicy:
     """Loads the policy of a run's newest checkpoint.
 
@@ -59,10 +61,13 @@ def load(
       act_space: spaces of an environment without our wrappers, such as the
         `action_space` of Gymnasium by key. Continuous actions are scaled to their
         bounds. By default they are as the wrapped environment takes them, in [-1, 1].
+      task: of the run. It is needed only where it names code, as `module:Name` does,
+        the checkpoint has no spaces, so that the environment has to be made, and it
+        was not you who started the run.
 
     Raises:
       CheckpointError: there is no whole checkpoint, or it does not fit its config.
-      ConfigError: there is no config, or it cannot be used.
+      ConfigError: there is no config, it cannot be used, or its task is not trusted.
       SetupError: there is no device of the platform.
       ValueError: an argument that cannot be used.
     """
@@ -78,7 +83,7 @@ def load(
     if sample is not None:
         mode = "eval"
         config = config.update({"agent.eval_mode": "sample" if sample else "mode"})
-    obs_space, act_spaces = agent_spaces(config, saved)
+    obs_space, act_spaces = agent_spaces(config, saved, task)
     converter = None if act_space is None else ActionConverter(act_spaces, act_space)
     agent = _make_agent(config, saved, platform, obs_space, act_spaces, seed)
     return LoadedPolicy(
@@ -216,11 +221,26 @@ class LoadedPolicy:
         return clipped
 
 
-def agent_spaces(config: elements.Config, saved: SavedAgent) -> tuple[Spaces, Spaces]:
-    """Returns the spaces of an agent: from its checkpoint, else from its task."""
+def agent_spaces(
+    config: elements.Config, saved: SavedAgent, task: str | None = None
+) -> tuple[Spaces, Spaces]:
+    """Returns the spaces of an agent: from its checkpoint, else from its task.
+
+    Args:
+      config: of the run.
+      saved: its agent.
+      task: as the user has given it, if so.
+
+    Raises:
+      ConfigError: the task of the run names code that nobody here has asked for.
+    """
     found: Tree = saved.data.get("spaces")
     if found is not None:
         return spaces_from_tree(found["obs"]), spaces_from_tree(found["act"])
+    if task is not None:
+        config = config.update(task=task)
+    elif problem := find_task_problem(saved.logdir, config.task, "task={task!r}"):
+        raise ConfigError(problem)
     from dreamerv3.cli.factories import make_spaces
 
     return make_spaces(config)

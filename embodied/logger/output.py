@@ -44,6 +44,13 @@ class Output:
         """Writes the summaries whose name matches the pattern."""
         raise NotImplementedError(f"{type(self).__name__}.__call__")
 
+    def rewind(self, step: int) -> None:
+        """Takes back what it has shown of later steps, before anything is written.
+
+        A run that is continued from a checkpoint makes these steps again. Outputs that
+        cannot forget show both.
+        """
+
     def close(self) -> None:
         """Writes the rest and frees resources. May be called more than once."""
 

@@ -37,6 +37,7 @@ PRIORITY = "priority"
 FLAGS = ("is_first", "is_last")
 ID_BYTES = 16  # Of a chunk.
 STEPID_BYTES = 20  # The chunk's and 4 of the step's index in it, the largest first.
+PRIORITY_BYTES = 4
 
 # Copies are faster in large pages. For keys of a few bytes these would waste too much.
 _HUGE_ROW_BYTES = 16
@@ -102,6 +103,10 @@ class Schema:
     """
 
     def __init__(self, fields: Iterable[Field], context: int):
+        fields = list(fields)
+        # Of a step in files, which may have latents that are not stored here, and
+        # a priority.
+        self.saved_bytes = sum(field.nbytes for field in fields) + PRIORITY_BYTES
         self.fields = {
             field.key: field for field in fields if context or not is_latent(field.key)
         }

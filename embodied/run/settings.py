@@ -67,6 +67,7 @@ class RunSettings:
     max_nonfinite: int = 50
     restarts: Mapping[str, int] = dataclasses.field(default_factory=_restarts)
     stall_timeout: float = 1800.0
+    stop_timeout: float = 60.0
 
     # Roles, and where they are.
     actor_addr: str

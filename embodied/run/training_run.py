@@ -17,7 +17,7 @@ from embodied.replay import Replay, limiters
 from embodied.run.collecting import Collector, Evaluator, MakeEnv
 from embodied.run.console import SAVING, stop_on_signals
 from embodied.run.metrics import Meter
-from embodied.run.saving import RunCheckpoint, must_continue
+from embodied.run.saving import RunCheckpoint, must_continue, rewind
 from embodied.run.settings import RunSettings
 from embodied.run.trainer import MakeStream, Trainer
 from embodied.run.usage import Usage
@@ -250,6 +250,7 @@ def open_run(
         )
         with must_continue(settings.logdir):
             checkpoint.restore()
+        rewind(logger)
         limiter.available(len(replay), replay.full)
         # Without a timeout: a pause, as for a report, must not abandon episodes.
         episodes = Episodes(timeout=0)

@@ -32,6 +32,7 @@ ATARI = {
 
 CONTRACT = {
     "logdir": "~/logdir/{timestamp}",
+    "logdir_access": "user",  # Ours.
     "replica": 0,
     "replicas": 1,
     "task": "dummy_disc",
@@ -87,6 +88,7 @@ CONTRACT = {
         "env_offset": 0,
         "actor_timeout": 0.05,
         "env_timeout": 300,
+        "stop_timeout": 60.0,
         "stall_timeout": 1800,
         "restarts": {"env": 10, "replay": 3, "logger": 3, "agent": 3},
         "keep": 3,

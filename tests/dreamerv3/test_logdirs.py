@@ -1,5 +1,6 @@
 """One program writes to a logdir, whose configuration is that of its checkpoint."""
 
+import stat
 import subprocess
 import sys
 import time
@@ -81,3 +82,32 @@ def test_two_programs_do_not_share_a_logdir(tmp_path, capsys):
             first.kill()
     assert (logdir / LOCK).exists()  # But nobody holds it.
     assert main([*flags, "--run.steps", "10"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("access", "umask", "mode", "script"),
+    [
+        ("user", 0o022, 0o700, "parallel"),
+        ("group", 0o022, 0o750, "train"),
+        ("umask", 0o027, 0o750, "train"),
+    ],
+)
+def test_files_are_for_those_who_may_read_them(tmp_path, access, umask, mode, script):
+    logdir = tmp_path / "new" / "run"
+    flags = ["--configs", "debug", "--script", script, "--random_agent", "True"]
+    flags += ["--task", "dummy_disc", "--run.steps", "100", "--logdir", str(logdir)]
+    flags += ["--logger.outputs", "jsonl", "--run.envs", "1", "--run.eval_envs", "0"]
+    command = [sys.executable, "-m", "dreamerv3.main", *flags]
+    done = subprocess.run(
+        [*command, "--logdir_access", access],
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+        umask=umask,
+    )
+    assert done.returncode == 0, done.stderr
+    folders = [logdir, logdir / "replay", logdir / "ckpt" / "agent"]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in folders] == [mode] * 3
+    for path in logdir.rglob("*"):
+        assert not stat.S_IMODE(path.stat().st_mode) & ~mode, path
+    assert list((logdir / "replay").iterdir())

@@ -18,6 +18,7 @@ from embodied.run.settings import RunSettings
 from embodied.workers import Progress, Thread
 
 LEAVE_SECONDS = 30.0  # For the actor to end after the learner.
+ABANDON_SECONDS = 3.0  # For both to end if nobody is to wait any more.
 
 
 def parallel_agent(make_agent: bytes | Callable[[], Agent], args: Any) -> None:
@@ -64,9 +65,12 @@ def run_agent(
         ).start()
     actor.start()
     learner.start()
-    learner.join()
-    actor.join(LEAVE_SECONDS)
-    failure = Rendezvous(barrier, "agent", "launcher").failure
+    rendezvous = Rendezvous(barrier, "agent", "launcher")
+    while not learner.join(ABANDON_SECONDS):
+        if rendezvous.abandoned:
+            break  # It may wait for who does not answer, until the process ends.
+    actor.join(ABANDON_SECONDS if rendezvous.abandoned else LEAVE_SECONDS)
+    failure = rendezvous.failure
     if failure is not None:
         raise failure
 

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from embodied.base import Agent, Array, Stream, Tree
@@ -20,6 +20,7 @@ from embodied.run.parallel import wiring
 from embodied.run.parallel.conductor import Conductor
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import Replicas, join_replicas
+from embodied.run.parallel.stopping import StopTimeout, StopWatch
 from embodied.run.settings import RunSettings
 from embodied.run.usage import Usage
 
@@ -202,6 +203,8 @@ def run_learner(
         rendezvous.on_failure(
             lambda: conductor.abandon() if rendezvous.abandoned else None
         )
+        watch = _watch_stop(stop, settings, rendezvous, conductor)
+        stack.enter_context(watch)
         if not conductor.restore() and not over:
             conductor.save(trained=0)
             conductor.wait()
@@ -218,12 +221,26 @@ def run_learner(
             stream_wait=stream.waiting.share,
             stream_stats=samples.stats,
         )
-        _train(
-            learner, conductor, over, rendezvous, settings, progress, replicas.client
-        )
+        notes = (watch.step, progress)
+        _train(learner, conductor, over, rendezvous, settings, notes, replicas.client)
     rendezvous.check()
     with contextlib.suppress(TimeoutError):
         rendezvous.meet(END_SECONDS)
+
+
+def _watch_stop(
+    stop: threading.Event,
+    settings: RunSettings,
+    rendezvous: Rendezvous,
+    conductor: Conductor,
+) -> StopWatch:
+    """Has the agent fail if its last save does not get on."""
+    seconds, logdir = settings.stop_timeout, settings.logdir
+
+    def give_up() -> None:
+        rendezvous.abandon(StopTimeout.after(seconds, logdir, conductor.awaited))
+
+    return StopWatch(stop, logdir, seconds, give_up)
 
 
 def _connect(replay: Any, log: Any, replicas: Replicas, stop: threading.Event) -> bool:
@@ -240,7 +257,7 @@ def _train(
     over: _RunEnd,
     rendezvous: Rendezvous,
     settings: RunSettings,
-    progress: Callable[[], None],
+    stepped: Iterable[Callable[[], None]],
     clock: Any,
 ) -> None:
     """The learner's loop; `clock` gives all replicas the same decisions."""
@@ -252,7 +269,8 @@ def _train(
             learner.step()
         except StopIteration:
             break
-        progress()
+        for note in stepped:
+            note()
         if should_report():
             learner.report("report", over.opened)
             # Replicas that have no evaluation steps yet would be out of step.

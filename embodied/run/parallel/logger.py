@@ -18,7 +18,7 @@ from embodied.run.console import show_messages, stop_on_signals
 from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import find_bottleneck
 from embodied.run.parallel.conductor import RoleCheckpoint
-from embodied.run.saving import LOGGER, StepCount
+from embodied.run.saving import LOGGER, StepCount, rewind
 from embodied.run.settings import RunSettings
 from embodied.run.usage import Usage
 
@@ -133,9 +133,10 @@ class LoggerRole:
             return self._count.save()
 
     def load(self, data: dict[str, Any]) -> None:
-        """Goes on counting from a saved state."""
+        """Goes on counting from a saved state, and takes back what came after it."""
         with self._lock:
             self._count.load(data)
+            rewind(self._logger)
 
     def release(self) -> None:
         """Ends waits, so that the server can close."""
@@ -191,8 +192,7 @@ def serve(role: LoggerRole, settings: RunSettings, stop: threading.Event) -> Non
     """Connects a role and serves it until `stop` is set."""
     checkpoint = RoleCheckpoint(settings)
     parts = checkpoint.load([LOGGER])
-    if LOGGER in parts:
-        role.load(parts[LOGGER])
+    role.load(parts.get(LOGGER, {"step": 0}))
     server = wiring.make_server(
         *("Server", settings.logger_addr, "logger", settings),
         on_failure=lambda error: stop.set(),
