@@ -76,6 +76,7 @@ class Actor:
         self.over = False  # Once set, workers are sent away.
         self.closing = False  # Once set, connections may be gone.
         self.asked = threading.Event()  # Set when the first worker asks for actions.
+        self._agent = agent
         self._replay = replay
         self._logger = logger
         self._check = ObservationCheck(agent)
@@ -161,6 +162,7 @@ class Actor:
             "parallel/envs": len(self._slots),
             "timer/actor/policy": self._busy.share(),
             "timer/actor/held_back": self._blocked.share(),
+            "parallel/policy_on_cpu": getattr(self._agent, "platform", "") == "cpu",
             **dict(wiring.prefixed("server/actor", self._server_stats())),
             **dict(wiring.prefixed("client/actor_replay", self._replay.stats())),
             **dict(wiring.prefixed("client/actor_logger", self._logger.stats())),

@@ -76,6 +76,11 @@ class Learner:
         with self._training:
             self._carry, outputs, metrics = self._agent.train(self._carry, batch)
         self.updates += 1
+        if self.updates == 1:
+            # The replay was filled and the update compiled: shares count from here on.
+            for share in (self._waiting.share, self._training.share, self._stream_wait):
+                share()
+            self._counted = (time.monotonic(), 1)
         self._give_back(outputs)
         self._means.add(metrics)
 
