@@ -15,6 +15,7 @@ from embodied.logger.output import Output, Summary, compile_pattern
 
 WIDTH = 100  # Characters of a line at most.
 BAR = 10  # Characters of the bar.
+PAUSE = 10.0  # Seconds without steps that a rate does not count.
 BOTTLENECK = "parallel/bottleneck"  # A text: who, a colon, and why; or a phase.
 # Names that lines show for metrics, the most important first.
 SHORT = {
@@ -165,16 +166,22 @@ class _Progress:
         self._clock = clock
         self._began = clock()
         self._step = 0
+        self._moved = self._began  # When the step has changed last.
         self._points: collections.deque[tuple[float, int]] = collections.deque(
             maxlen=30
         )
 
     def add(self, step: int) -> None:
         """Notes the present step."""
-        if self._points and step < self._points[-1][1]:
-            self._points.clear()  # The run went back to a checkpoint.
+        now = self._clock()
+        if step != self._step:
+            # It went back to a checkpoint, or on after something was compiled.
+            seen = self._points[-1][0] if self._points else now
+            if step < self._step or seen - self._moved > PAUSE:
+                self._points.clear()
+            self._moved = now
         self._step = step
-        self._points.append((self._clock(), step))
+        self._points.append((now, step))
 
     @property
     def share(self) -> float | None:
@@ -194,7 +201,7 @@ class _Progress:
             step += f"/{self._total_steps:,.0f} ({share:.0%})"
         fields = [step]
         rate = self._rate()
-        if rate is not None:
+        if rate:
             fields.append(f"{rate:.4g} steps/s")
         left = self._left(rate)
         if left is not None:

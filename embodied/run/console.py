@@ -73,7 +73,9 @@ class _Printer(logging.Handler):
 def _is_on_terminal(handler: logging.Handler) -> bool:
     """Whether a handler prints, so that a person would read messages twice."""
     standard = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    return getattr(handler, "stream", None) in standard
+    # That of absl, which dm_control brings, has another handler inside.
+    inner = getattr(handler, "python_handler", handler)
+    return getattr(inner, "stream", None) in standard
 
 
 @contextlib.contextmanager

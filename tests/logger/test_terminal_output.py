@@ -56,6 +56,14 @@ class TestLines:
             "step 2,000/10,000 (20%) | 100 steps/s | 0:01:20 left",
         ]
 
+    def test_long_times_between_writes_are_no_pauses(self):
+        stream, clock = io.StringIO(), Clock()
+        output = TerminalOutput("$^", stream=stream, clock=clock)
+        for step in (12, 24):
+            output(scalars(step, a=1))
+            clock.now += 120
+        assert stream.getvalue().splitlines()[-1] == "step 24 | 0.1 steps/s"
+
     def test_a_run_may_end_by_its_duration(self):
         stream, clock = io.StringIO(), Clock()
         output = TerminalOutput("$^", total_seconds=60, stream=stream, clock=clock)
@@ -195,6 +203,16 @@ class TestLiveLine:
         output.close()
         # The rate counts from the first steps: before them, something was compiled.
         assert "step 60/200 (30%) | 2 steps/s | 0:01:10 left" in lines(stream)[-1]
+
+    def test_a_pause_is_not_part_of_the_rate(self):
+        stream, clock, step = FakeTerminal(), Clock(), [0]
+        output = TerminalOutput("$^", stream=stream, clock=clock, step=lambda: step[0])
+        for now in range(41):
+            # Ten steps a second, but none from the fifth second on for half a minute.
+            clock.now, step[0] = now, 10 * min(now, 5) + 10 * max(0, now - 35)
+            output._live.refresh()
+        output.close()
+        assert lines(stream)[-1] == "step 100 | 10 steps/s"
 
     def test_a_run_without_an_end_has_no_bar(self):
         stream = FakeTerminal()

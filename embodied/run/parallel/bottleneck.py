@@ -11,16 +11,16 @@ LIMITED = "timer/replay/limited"
 SAMPLING = "timer/replay/sample"
 STORING = "timer/replay/insert"
 POLICY = "timer/actor/policy"
-SAMPLED = "replay/limiter/samples"  # Sequences that the learner was given, a count.
+UPDATES = "parallel/updates"  # Of the learner; it tells of the first batch with 0.
 ON_CPU = "parallel/policy_on_cpu"  # 1 or 0.
 NAMES = {
-    *(LEARNER_WAITS, STREAM_WAITS, LIMITED, SAMPLING, STORING, POLICY, SAMPLED),
+    *(LEARNER_WAITS, STREAM_WAITS, LIMITED, SAMPLING, STORING, POLICY, UPDATES),
     ON_CPU,
 }
 
 SMALL = 0.1  # Of the time: not what holds anything back.
-# Phases before the learner has told of an update.
-FILLING, COMPILING = "filling the replay", "compiling"
+# Phases before the learner has told what it waits for.
+FILLING, COMPILING, TRAINING = "filling the replay", "compiling", "training begins"
 
 
 def find_bottleneck(values: Mapping[str, float], threads: int = 1) -> str:
@@ -28,7 +28,7 @@ def find_bottleneck(values: Mapping[str, float], threads: int = 1) -> str:
 
     The chain: env -> actor -> replay -> transfer -> learner. A link is the slowest if
     the one after it waits for it while it does not wait itself. Before the learner has
-    told of an update there is no such link, and the line is the phase instead.
+    told what it waits for nobody knows, and the line is the phase of the run instead.
 
     Args:
       values: by the names above; what is missing counts as zero.
@@ -39,7 +39,9 @@ def find_bottleneck(values: Mapping[str, float], threads: int = 1) -> str:
         return float(values.get(name, 0.0))
 
     if LEARNER_WAITS not in values:
-        return COMPILING if value(SAMPLED) else FILLING
+        if UPDATES not in values:
+            return FILLING
+        return TRAINING if value(UPDATES) else COMPILING
     waits = value(LEARNER_WAITS)
     if waits <= SMALL:
         return _line("learner", f"it waits for batches {waits:.0%} of the time")

@@ -16,7 +16,7 @@ from embodied.episodes import Episodes
 from embodied.rpc import Unanswered
 from embodied.run.console import show_messages, stop_on_signals
 from embodied.run.parallel import wiring
-from embodied.run.parallel.bottleneck import NAMES, find_bottleneck
+from embodied.run.parallel.bottleneck import NAMES, UPDATES, find_bottleneck
 from embodied.run.parallel.conductor import RoleCheckpoint
 from embodied.run.saving import LOGGER, StepCount
 from embodied.run.usage import Usage
@@ -80,10 +80,15 @@ class LoggerRole:
     def add(self, metrics: dict[str, Any]) -> None:
         """Adds metrics of a role."""
         with self._lock:
+            phase = self._reported.get(UPDATES)
             for name, value in metrics.items():
                 if name in NAMES:
                     self._reported[name] = float(value)
             self._logger.add(metrics)
+            # The first batch and the first update are news.
+            if self._reported.get(UPDATES) != phase and not phase:
+                self._logger.add({BOTTLENECK: find_bottleneck(self._reported)})
+                self._logger.write()
             self._write_if_due()
 
     def tran(self, transitions: dict[str, Any]) -> int:

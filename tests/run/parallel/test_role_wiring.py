@@ -252,11 +252,8 @@ def test_the_slowest_link_is_named(shares, role):
     [
         ({}, "filling the replay"),
         ({"timer/actor/policy": 0.9, "timer/replay/sample": 0.0}, "filling the replay"),
-        (
-            {"replay/limiter/samples": 0, "timer/replay/limited": 1},
-            "filling the replay",
-        ),
-        ({"replay/limiter/samples": 32, "timer/actor/policy": 0.9}, "compiling"),
+        ({"parallel/updates": 0, "timer/actor/policy": 0.9}, "compiling"),
+        ({"parallel/updates": 1, "timer/actor/policy": 0.9}, "training begins"),
     ],
 )
 def test_there_is_no_bottleneck_before_the_learner_has_told_of_updates(values, phase):
