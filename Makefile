@@ -43,7 +43,7 @@ $(WHEEL_INSTALLED): $(WHEEL_EMPTY) README.md LICENSE $(PACKAGED)
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WHEEL_VENV)/dist .
 	@rm -rf build
 	@$(WHEEL_BIN)/python $(PIP_INSTALL) --no-deps --force-reinstall $(WHEEL_VENV)/dist/*.whl
-	@$(WHEEL_BIN)/python $(PIP_INSTALL) $(WHEEL_VENV)/dist/*.whl
+	@$(WHEEL_BIN)/python $(PIP_INSTALL) --no-compile $(WHEEL_VENV)/dist/*.whl
 	@touch $(WHEEL_INSTALLED)
 
 demo: $(INSTALLED) ## Learn to balance a pole, in minutes on a CPU, and draw the curve
