@@ -40,7 +40,12 @@ NOT_EVALUATED = (
     *("run.from_checkpoint", "run.from_checkpoint_regex"),
 )
 
-HELP = "`dreamerv3 --help` lists all keys."
+# Keys that another run does not take from the configuration of a run.
+NOT_REPEATED = ("logdir", "replica")
+RUN_KEYS = {"logdir", "replica", "script", "task"}  # Every run has written these.
+
+HELP = "`dreamerv3 --help all` lists all keys."
+CONFIG_FILES = (".yaml", ".yml")
 LARGEST_INTEGER = 2**63
 LARGEST_ORDER = 18  # Powers of ten.
 MEANT = {"gpu": "cuda"}  # Names that people use for values that are not like them.
@@ -66,7 +71,8 @@ def load_config(
     """Builds the configuration from command line arguments.
 
     Args:
-      argv: `--configs NAME ...` and `--KEY VALUE ...`; by default those of the process.
+      argv: `--configs NAME ...`, where a name is a block or a file, and
+        `--KEY VALUE ...`; by default those of the process.
       environ: environment variables; by default those of the process. In them
         JOB_COMPLETION_INDEX sets `replica`.
 
@@ -81,6 +87,7 @@ def load_config(
     if index:
         values.set("replica", [index])
     flat = values.flat
+    flat["logdir"] = fill_logdir(flat["logdir"], flat["task"], flat["seed"])
     # Combinations of values that are wrong by themselves would only repeat that.
     problems = values.problems or combination_problems(flat)
     if problems:
@@ -91,44 +98,113 @@ def load_config(
 
 
 def merge(argv: Sequence[str]) -> Values:
-    """Applies blocks and then flags to the defaults, without checking combinations.
+    """Applies blocks, files and then flags to the defaults; checks no combinations.
 
     With `--script eval_only`, the configuration of the run that is evaluated comes
     between the defaults and the blocks; but a task that names code has to be given, if
     this user has not started that run.
     """
-    blocks = read_blocks()
-    values = Values(flatten(blocks.pop("defaults")))
     arguments, strays = split_arguments(argv)
-    values.problems += strays
-    run = _evaluated_run(arguments)
+    blocks = read_blocks()
+    defaults = flatten(blocks.pop("defaults"))
+    values = _apply(Values(defaults), arguments, blocks)
+    run = _evaluated_run(arguments, values.flat)
     doubts = ""
     if run is not None:
+        values = Values(defaults)
         _apply_run(values, run, without=NOT_EVALUATED)
         doubts = find_task_problem(run.parent, values.flat["task"])
         values.given.clear()
-    for name in [
-        name for flag, names in arguments if flag == "configs" for name in names
-    ]:
-        if name not in blocks:
-            near = nearest(name, blocks)
-            hint = f" Did you mean {near}?" if near else ""
-            values.problems.append(
-                f"--configs {name}: expected one or more of {', '.join(blocks)}.{hint}"
-            )
-            continue
-        for key, value in flatten(blocks[name]).items():
-            values.set(key, value if isinstance(value, tuple) else [value])
-    for name, given in arguments:
-        if name != "configs":
-            values.set(name, given)
-        elif not given:
-            values.problems.append(
-                f"--configs: expected one or more of {', '.join(blocks)}, got no value."
-            )
+        _apply(values, arguments, blocks)
     if doubts and "task" not in values.given:
         values.problems.append(doubts)
+    values.problems[:0] = strays
     return values
+
+
+def _apply(
+    values: Values,
+    arguments: Sequence[tuple[str, list[str]]],
+    blocks: Mapping[str, Any],
+) -> Values:
+    """Applies all blocks and files, and then all flags."""
+    for flag, names in arguments:
+        if flag != "configs":
+            continue
+        if not names:
+            values.problems.append(
+                f"--configs: expected one or more of {', '.join(blocks)}, or files, "
+                "got no value."
+            )
+        for name in names:
+            if name.endswith(CONFIG_FILES) or "/" in name:
+                _apply_file(values, name)
+            else:
+                _apply_block(values, name, blocks)
+    for flag, given in arguments:
+        if flag != "configs":
+            values.set(flag, given)
+    return values
+
+
+def _apply_block(values: Values, name: str, blocks: Mapping[str, Any]) -> None:
+    if name not in blocks:
+        near = nearest(name, blocks)
+        hint = f" Did you mean {near}?" if near else ""
+        values.problems.append(
+            f"--configs {name}: expected one or more of {', '.join(blocks)}, or a file "
+            f"NAME.yaml.{hint}"
+        )
+        return
+    for key, value in flatten(blocks[name]).items():
+        values.set(key, value if isinstance(value, tuple) else [value])
+
+
+def _apply_file(values: Values, name: str) -> None:
+    """Sets the keys of a file, which is like a block or the `config.yaml` of a run.
+
+    Of a run's, those are left out that another run must not share with it, and those
+    that this version does not have any more.
+    """
+    before = len(values.problems)
+    try:
+        content = _read_file(pathlib.Path(name).expanduser())
+    except ValueError as error:
+        values.problems.append(f"--configs {name}: {error}")
+        return
+    of_run = set(content) >= RUN_KEYS
+    for key, value in flatten(content).items():
+        if of_run and (key in NOT_REPEATED or key not in values.flat):
+            continue
+        if value is None:
+            values.problems.append(f"{key}: expected a value, got none.")
+        else:
+            values.set(key, value if isinstance(value, tuple) else [value])
+    found = values.problems[before:]
+    values.problems[before:] = [f"--configs {name}: {problem}" for problem in found]
+
+
+def _read_file(path: pathlib.Path) -> dict[str, Any]:
+    """Reads keys and values; ValueError says why there are none."""
+    try:
+        content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror}).") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"it is not a YAML file ({reason}).") from None
+    if not isinstance(content, dict) or not content:
+        raise ValueError(
+            "expected keys and values, as in a block, such as `run: {envs: 8}`, got "
+            f"{'nothing' if not content else type(content).__name__}."
+        )
+    return content
+
+
+def fill_logdir(logdir: str, task: str, seed: int) -> str:
+    """Fills in the task, without what is unusual in names of folders, and the seed."""
+    name = re.sub(r"[^\w.-]+", "-", task)
+    return logdir.replace("{task}", name).replace("{seed}", str(seed))
 
 
 def read_blocks() -> dict[str, Any]:
@@ -198,12 +274,15 @@ def _apply_run(values: Values, path: pathlib.Path, without: Sequence[str] = ()) 
             values.set(key, value if isinstance(value, tuple) else [value])
 
 
-def _evaluated_run(arguments: Sequence[tuple[str, list[str]]]) -> pathlib.Path | None:
+def _evaluated_run(
+    arguments: Sequence[tuple[str, list[str]]], flat: Flat
+) -> pathlib.Path | None:
     """Returns the `config.yaml` of the run that is to be evaluated, if any is."""
     given = {name: values[0] for name, values in arguments if len(values) == 1}
     source = given.get("run.from_checkpoint") or given.get("logdir")
     if given.get("script") != "eval_only" or not source:
         return None
+    source = fill_logdir(source, flat["task"], flat["seed"])
     folder = pathlib.Path(source).expanduser()
     for name in ("agent", "ckpt"):  # Checkpoints may be named by these folders, too.
         folder = folder.parent if folder.name == name else folder
@@ -237,6 +316,7 @@ def flatten(nested: Mapping[str, Any]) -> Flat:
     """Joins the keys of nested mappings with dots, which are escaped in patterns."""
     flat: Flat = {}
     for key, value in nested.items():
+        key = str(key)  # Files of users may have numbers.
         if not isinstance(value, Mapping):
             flat[key] = tuple(value) if isinstance(value, list) else value
             continue
@@ -302,7 +382,7 @@ def _find_keys(flat: Flat, name: str) -> list[str]:
             f"Set one of them, such as --{inside[0]}."
         )
     leaf = re.split(r"[^A-Za-z0-9_]+", name)[-1]
-    near = nearest(name, flat) or nearest(leaf, flat)
+    near = nearest(name, [*flat, "configs"]) or nearest(leaf, flat)
     hint = f" Did you mean --{near}?" if near else ""
     if not _IS_PATTERN.search(name):
         raise ValueError(f"there is no such key.{hint} {HELP}")

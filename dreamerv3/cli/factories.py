@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import pathlib
 from collections.abc import Callable, Iterator
@@ -23,6 +24,9 @@ from embodied.envs import registry
 if TYPE_CHECKING:
     from embodied.replay import Replay
     from embodied.replay.selectors import Selector
+
+EXTRA_OUTPUTS = ("scope", "wandb")  # Each is a package and an extra of that name.
+UNLIMITED = 10**10  # Steps of a run by default: it has no end to show.
 
 
 def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
@@ -65,13 +69,15 @@ def make_agent(
         return Dreamer(obs_space, act_space, config)
 
 
-def make_acting_agent(config: elements.Config) -> Agent:
+def make_acting_agent(
+    config: elements.Config, spaces: tuple[Spaces, Spaces] | None = None
+) -> Agent:
     """Makes an agent that acts like that of `make_agent`, but cannot be trained."""
     if config.random_agent:
-        return make_agent(config)
+        return make_agent(config, spaces)
     from dreamerv3.policies.acting_agent import ActingAgent
 
-    spaces = make_spaces(config)
+    spaces = spaces or make_spaces(config)
     with _refusals():
         return ActingAgent(*spaces, config, seed=config.seed)
 
@@ -158,6 +164,13 @@ def make_stream(config: elements.Config, replay: Replay, mode: str) -> Stream:
     )
 
 
+def check_outputs(config: elements.Config) -> None:
+    """Raises MissingPackageError if an output's package is not installed."""
+    for name in EXTRA_OUTPUTS:
+        if name in config.logger.outputs and importlib.util.find_spec(name) is None:
+            raise loggers.MissingPackageError(name, name)
+
+
 def make_logger(config: elements.Config) -> loggers.Logger:
     """Makes the logger with the outputs of `config.logger`.
 
@@ -181,6 +194,8 @@ def make_logger(config: elements.Config) -> loggers.Logger:
             pattern=pattern,
         )
 
+    step = elements.Counter()
+    endless = config.run.steps >= UNLIMITED
     makers: dict[str, list[Callable[[], loggers.Output]]] = {
         "jsonl": [
             functools.partial(loggers.JSONLOutput, logdir, "metrics.jsonl", pattern),
@@ -195,10 +210,9 @@ def make_logger(config: elements.Config) -> loggers.Logger:
             functools.partial(
                 loggers.TerminalOutput,
                 settings.filter,
-                config.task,
-                total_steps=config.run.steps * repeat,
-                # Roles print beside each other, which a live display cannot know.
-                live=False if config.script.startswith("parallel") else None,
+                total_steps=None if endless else config.run.steps * repeat,
+                total_seconds=config.run.duration or None,
+                step=lambda: int(step) * repeat,
             )
         ],
         "scope": [
@@ -214,7 +228,7 @@ def make_logger(config: elements.Config) -> loggers.Logger:
         )
         makers["tensorboard"] = []
     outputs = [make() for name in settings.outputs for make in makers[name]]
-    return loggers.Logger(elements.Counter(), outputs, multiplier=repeat)
+    return loggers.Logger(step, outputs, multiplier=repeat)
 
 
 @contextlib.contextmanager

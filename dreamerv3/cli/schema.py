@@ -41,6 +41,9 @@ SHARED_ADDRESSES = {
 
 SMALLEST_MAP, LARGEST_MAP = 3, 16  # Sides of the smallest feature map of an image.
 
+FILLED_IN = ("{timestamp}", "{task}", "{seed}")  # In the name of a logdir.
+
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]*://"
 _LINE = re.compile(r"( *)([^\s:#][^:]*):(?: (.*?))?(?:(?:^| +)# (.*))?")
 _INDENT = 2  # Spaces per level in configs.yaml.
 
@@ -266,8 +269,36 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def combination_problems(flat: Flat) -> list[str]:
     """Returns a sentence for each combination of values that cannot work."""
-    checks = (_task, _hosts, _batches, _actor, _addresses, _devices, _agent, _images)
+    checks = (
+        _logdir,
+        _task,
+        _hosts,
+        _batches,
+        _actor,
+        _addresses,
+        _devices,
+        _agent,
+        _images,
+    )
     return [problem for check in checks for problem in check(flat)]
+
+
+def _logdir(flat: Flat) -> Iterator[str]:
+    logdir = flat["logdir"]
+    if re.match(_SCHEME, logdir):
+        yield (
+            f"logdir: expected a folder of this machine, got {logdir!r}. Storage "
+            "behind a URL is not supported: a save needs a file system that renames "
+            "and syncs files. Mount it, or copy the folder when the run has ended."
+        )
+    for name in re.findall(r"\{\w*\}", logdir):
+        if name not in FILLED_IN:
+            near = nearest(name, FILLED_IN)
+            hint = f" Did you mean {near}?" if near else ""
+            yield (
+                f"logdir: expected only {', '.join(FILLED_IN)} in braces, which are "
+                f"filled in, got {logdir!r}.{hint}"
+            )
 
 
 def _task(flat: Flat) -> Iterator[str]:
@@ -275,7 +306,10 @@ def _task(flat: Flat) -> Iterator[str]:
     suite, _, name = task.partition("_")
     if suite not in registry.SUITES and ":" not in task:
         near = nearest(suite, registry.SUITES)
-        hint = f" Did you mean {near}_{name or 'NAME'}?" if near else ""
+        meant = f"{near}_{name or 'NAME'}" if near else ""
+        if re.search(r"-v\d+$", task):  # As ids of Gymnasium end.
+            meant = f"gym_{task}"
+        hint = f" Did you mean {meant}?" if meant else ""
         yield (
             f"task: expected SUITE_NAME with one of the suites "
             f"{', '.join(sorted(registry.SUITES))}, or your own package.module:Name, "

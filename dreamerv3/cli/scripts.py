@@ -19,6 +19,7 @@ import elements
 from dreamerv3.cli import texts
 from dreamerv3.cli.config import FILENAME, ConfigError, make_args
 from dreamerv3.cli.factories import (
+    check_outputs,
     make_acting_agent,
     make_agent,
     make_env,
@@ -27,7 +28,7 @@ from dreamerv3.cli.factories import (
     make_spaces,
     make_stream,
 )
-from dreamerv3.cli.logdir import prepare_logdir
+from dreamerv3.cli.logdir import check_logdir, prepare_logdir
 from embodied.base import Agent, Env, TaskError
 from embodied.checkpoint import CheckpointError
 from embodied.clock import LocalClock
@@ -109,7 +110,9 @@ def run_parallel(config: elements.Config) -> None:
     """Trains with all roles, on this machine unless some run elsewhere."""
     from embodied.run import parallel
 
-    # First, since a task that cannot be made should not claim the logdir.
+    check_logdir(config)
+    check_outputs(config)
+    # Before the logdir is claimed, which a task that cannot be made should not do.
     spaces = make_spaces(config)
     prepare_logdir(config)
     begin = time.monotonic()
@@ -231,7 +234,7 @@ def _begin(
     config: elements.Config,
     doing: str,
     interrupt: str,
-    make: Callable[[elements.Config], Agent] = make_agent,
+    make: Make = make_agent,
 ) -> Agent:
     """Makes the agent, prepares the logdir and prints what is being done."""
     if config.replicas > 1:
@@ -239,11 +242,16 @@ def _begin(
             f"replicas: expected 1 for --script {config.script}, which runs on one "
             f"host, got {config.replicas}. For several, use --script parallel."
         )
-    # The agent first: a task that cannot be made should not claim the logdir.
-    agent = make(config)
     # An evaluation within the logdir of a run leaves the configuration of the run.
     found = pathlib.Path(config.logdir, FILENAME).exists()
-    if not (found and config.script == "eval_only"):
+    writes = not (found and config.script == "eval_only")
+    # What is quick to check comes first, and weights last.
+    if writes:
+        check_logdir(config)
+    check_outputs(config)
+    agent = make(config, make_spaces(config))
+    # Not before: what cannot be made should not claim the logdir.
+    if writes:
         prepare_logdir(config)
     _announce(config, doing, interrupt)
     return agent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,6 +87,7 @@ class FromGym(Env):
                     f"{'nothing' if space is None else repr(space)}. Set it in the "
                     "class or in __init__."
                 )
+        _check_reset(self.name, env)
         self._seed: int | None = seed
         self._info_keys = tuple(info_keys)
         self._done = True
@@ -177,6 +179,23 @@ class FromGym(Env):
             **{f"log/{key}": np.float32(info.get(key, 0.0)) for key in self._info_keys},
             **signals(reward, is_first, self._done, is_terminal),
         }
+
+
+def _check_reset(name: str, env: gymnasium.Env) -> None:
+    """Raises an error if `reset` does not take a seed."""
+    for method in (env.reset, env.unwrapped.reset):
+        try:
+            signature = inspect.signature(method)
+        except ValueError:  # Some that are written in C have none.
+            continue
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+        if "seed" not in signature.parameters and not takes_any:
+            raise UnusableEnv(
+                f"Env {name}: expected reset to take a seed, as Gymnasium's API has "
+                f"it, got reset{signature}. Write: def reset(self, *, seed=None, "
+                "options=None)"
+            )
 
 
 def is_gym_env(env: Any) -> bool:

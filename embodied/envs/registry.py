@@ -22,6 +22,7 @@ from embodied.base import Env, TaskError
 from embodied.envs.keys import UnusableEnv
 
 PACKAGE = "dreamerv3-parallel"
+MOST_LISTED = 20  # Names that an error lists although it knows what may be meant.
 PACKAGE_MODULE = __name__.split(".")[0]
 
 
@@ -146,17 +147,27 @@ SUITES: Mapping[str, Suite] = MappingProxyType({suite.name: suite for suite in _
 
 
 class UnknownTask(TaskError, ValueError):
-    """No suite, or no task of a suite, has this name."""
+    """No suite, or no task of a suite, has this name.
+
+    Args:
+      message: what was expected, and what came.
+      near: names that may be meant, the most likely first.
+    """
+
+    def __init__(self, message: str, near: Iterable[str] = ()):
+        self.message, self.near = message, tuple(near)
+        hint = f" Did you mean {' or '.join(self.near)}?" if self.near else ""
+        super().__init__(f"{message}{hint}")
 
     @classmethod
     def named(cls, kind: str, name: str, known: Iterable[str]) -> UnknownTask:
         """Makes the error of a `kind`, such as 'dummy task', that is not `known`."""
         known = sorted(known)
         near = difflib.get_close_matches(name, known, n=3)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        return cls(
-            f"Expected the name of a {kind} ({', '.join(known)}), got {name!r}.{hint}"
-        )
+        listed = ""
+        if len(known) <= MOST_LISTED or not near:
+            listed = f" ({', '.join(known)})"
+        return cls(f"Expected the name of a {kind}{listed}, got {name!r}.", near)
 
 
 class MissingExtra(TaskError, ImportError):
@@ -245,15 +256,14 @@ def find_factory(task: str, module_name: str, name: str) -> Callable[..., Any]:
         ) from error
     factory = getattr(module, name, None)
     if not callable(factory):
-        raise UnknownTask.named(
-            f"class or function in {module_name}",
-            name,
-            [
-                key
-                for key, value in vars(module).items()
-                if callable(value) and not key.startswith("_")
-            ],
-        )
+        public = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("_")
+        ]
+        found = UnknownTask.named(f"class or function in {module_name}", name, public)
+        near = [f"{module_name}:{key}" for key in found.near]
+        raise UnknownTask(found.message, near)
     return factory
 
 
@@ -264,6 +274,11 @@ def _make_of_suite(
         module, _, attribute = suite.factory.partition(":")
         factory = getattr(importlib.import_module(module), attribute)
         return factory(name, seed=seed, **kwargs)
+    except UnknownTask as error:
+        if not error.near:
+            raise
+        near = [f"{suite.name}_{other}" for other in error.near]
+        raise UnknownTask(error.message, near) from None
     except ModuleNotFoundError as error:
         # Missing parts of this package, or of the user's, are another matter.
         package = (error.name or "").split(".")[0]

@@ -137,8 +137,8 @@ CONTRACT = {
         "table_only": False,
     },
     "logger": {
-        "outputs": ("jsonl", "tensorboard"),
-        "filter": "score|length|fps|ratio|train/loss/|train/rand/",
+        "outputs": ("jsonl", "tensorboard", "terminal"),
+        "filter": "episode/(score|length)|train/opt/loss|updates_per_second",
         "timer": True,
         "fps": 15,
         "user": "",
