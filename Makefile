@@ -24,7 +24,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED) ## Learn to balance a pole, in minutes on a CPU, and draw the curve
 	@$(BIN)/python -m dreamerv3.main --configs demo --logdir $(LOGDIR) $(FLAGS)
-	@$(BIN)/python -m benchmarks.plot $(LOGDIR) --out $(LOGDIR)/scores.png
+	@$(BIN)/python -m dreamerv3.plot $(LOGDIR) --out $(LOGDIR)/scores.png
 
 test: lint ## Lint, then all tests that are quick
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -q

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import elements
+
 from dreamerv3 import model
 from dreamerv3.cli.config import read_blocks
 from dreamerv3.policies.spaces import spaces_to_tree
@@ -40,8 +42,8 @@ class Agent(JaxAgent):
       obs_space: spaces by key, `reward`, `is_first`, `is_last` and `is_terminal`
         among them; keys that start with `log/` are left out.
       act_space: spaces by key; `reset` is left out.
-      config: the whole configuration. What is missing of it at the top level is
-        taken from the defaults.
+      config: the whole configuration, or its `agent` block with other keys beside it,
+        such as `jax` and `logdir`. What is missing is taken from the defaults.
       compiler: options of the compiler.
 
     Raises:
@@ -57,7 +59,8 @@ class Agent(JaxAgent):
         *,
         compiler: Mapping[str, Any] | None = None,
     ):
-        config = {**read_blocks()["defaults"], **config}
+        config = whole_config(config)
+        self.config = elements.Config(config)
         self._report = config["agent"]["report"]
         backend = set_up_devices(config)
         algorithm = make_algorithm(obs_space, act_space, config, backend)
@@ -84,6 +87,18 @@ class Agent(JaxAgent):
     def save(self) -> Tree:
         """Returns all state, and the spaces, which `dreamerv3.load` needs."""
         return {**super().save(), "spaces": self._spaces}
+
+
+def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all groups of the configuration, those that are missing by default."""
+    defaults = read_blocks()["defaults"]
+    inner = {}
+    if "agent" not in config:
+        inner = {key: config[key] for key in defaults["agent"] if key in config}
+    given = {key: value for key, value in config.items() if key not in inner}
+    # Agents do not need it, so that nobody may have said which it is.
+    defaults["task"] = "unknown"
+    return {**defaults, "agent": {**defaults["agent"], **inner}, **given}
 
 
 def make_algorithm(

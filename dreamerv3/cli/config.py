@@ -24,6 +24,7 @@ from ruamel.yaml.error import YAMLError
 
 from dreamerv3.cli.schema import (
     CONFIGS,
+    OPEN_GROUP,
     Flat,
     combination_problems,
     nearest,
@@ -184,7 +185,8 @@ def run_config(logdir: str | os.PathLike[str]) -> elements.Config:
 def _apply_run(values: Values, path: pathlib.Path, without: Sequence[str] = ()) -> None:
     """Sets the keys of a `config.yaml`, as far as this version still has them."""
     for key, value in flatten(dict(read_config(path))).items():
-        if key in values.flat and key not in without:
+        known = key in values.flat or key.startswith(OPEN_GROUP)
+        if known and key not in without:
             values.set(key, value if isinstance(value, tuple) else [value])
 
 
@@ -257,6 +259,9 @@ class Values:
             of a list followed by `+` to add to that list.
           values: one value, or several for a list, as text or of the key's type.
         """
+        if name.startswith(OPEN_GROUP):
+            self._set_open(name, values)
+            return
         added: tuple[Any, ...] = ()
         if name.endswith("+") and isinstance(self.flat.get(name[:-1]), tuple):
             name = name[:-1]
@@ -276,6 +281,26 @@ class Values:
                 self.problems.append(f"{key}: {error}")
             else:
                 self.flat[key] = value
+
+    def _set_open(self, name: str, values: Sequence[Any]) -> None:
+        """Sets a key that has no default, and so no type, but that of its value."""
+        if not re.fullmatch(r"\w+", name.removeprefix(OPEN_GROUP)) or not values:
+            shown = " ".join(map(str, values)) or "no value"
+            self.problems.append(
+                f"{name}: expected the name of an argument and its value, got {shown}."
+            )
+            return
+        typed = [_from_text(x) if isinstance(x, str) else x for x in values]
+        self.flat[name] = typed[0] if len(typed) == 1 else tuple(typed)
+
+
+def _from_text(text: str) -> Any:
+    """Returns the number or truth value that a text is, else the text."""
+    try:
+        value = YAML(typ="safe").load(text)
+    except YAMLError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
 
 
 def _find_keys(flat: Flat, name: str) -> list[str]:

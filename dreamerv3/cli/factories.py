@@ -9,13 +9,14 @@ import contextlib
 import functools
 import logging
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import elements
 import numpy as np
 
 from dreamerv3.cli.config import ConfigError
+from dreamerv3.cli.schema import LARGEST_MAP, SMALLEST_MAP
 from embodied import logger as loggers
 from embodied.base import Agent, Env, Spaces, Stream, TaskError
 from embodied.envs import registry
@@ -23,6 +24,10 @@ from embodied.envs import registry
 if TYPE_CHECKING:
     from embodied.replay import Replay
     from embodied.replay.selectors import Selector
+
+MakeEnv = Callable[[elements.Config, int], Env]
+
+USUAL_SIZE = 64  # Of images that the networks cannot take as they come.
 
 
 def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
@@ -33,13 +38,67 @@ def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
       index: number of the environment within the run, which decides its seed.
       **overrides: options of the suite that replace those in `config.env`.
     """
-    from embodied import wrappers
-
+    own = registry.own_factory(config.task)
+    if own is not None:
+        return make_own_env(own, config, index)
     suite = config.task.partition("_")[0]
     options = {**config.env.get(suite, {}), **overrides}
     env = registry.make(config.task, index=index, seed=config.seed, **options)
+    return _wrapped(config, env)
+
+
+def make_own_env(
+    factory: Callable[..., Any], config: elements.Config, index: int
+) -> Env:
+    """Makes environment `index` with a class or function, wrapped like others.
+
+    Args:
+      factory: returns an Env, a Gymnasium or a dm_env environment; see
+        `embodied.envs.registry.adapt`.
+      config: the whole configuration.
+      index: number of the environment within the run, which decides its seed.
+    """
+    seed = registry.env_seed(config.seed, index)
+    env = registry.adapt(config.task, factory, seed, config.env.gym)
+    return _wrapped(config, env)
+
+
+def _wrapped(config: elements.Config, env: Env) -> Env:
+    from embodied import wrappers
+
+    size = image_size(config, env.obs_space)
+    if size is not None:
+        env = wrappers.ResizeImage(env, size)
     # The agent replaces what is not finite, and says so.
     return wrappers.wrap(env, nonfinite="pass")
+
+
+def image_size(
+    config: elements.Config, spaces: Mapping[str, Any]
+) -> tuple[int, int] | None:
+    """Returns the size that images have to get for the networks to take them.
+
+    None if there are none, or if they can take them all. Suites with an option for it
+    are left alone: the configuration has been checked.
+    """
+    suite = config.task.partition("_")[0]
+    images = [
+        tuple(space.shape[:2])
+        for key, space in spaces.items()
+        if space.dtype == np.uint8 and len(space.shape) == 3 and "log/" not in key
+    ]
+    if not images or (suite != "gym" and "size" in config.env.get(suite, {})):
+        return None
+    coder = config.agent.enc.simple
+    factor = 2 ** (len(coder.mults) - coder.outer)
+    low, high = SMALLEST_MAP * factor, LARGEST_MAP * factor
+    fits = all(
+        side % factor == 0 and low <= side <= high for size in images for side in size
+    )
+    if fits and len(set(images)) == 1:
+        return None
+    side = min(max(USUAL_SIZE // factor * factor, low), high)
+    return side, side
 
 
 def make_agent(
@@ -76,8 +135,14 @@ def make_acting_agent(config: elements.Config) -> Agent:
         return ActingAgent(*spaces, config, seed=config.seed)
 
 
-def make_spaces(config: elements.Config) -> tuple[Spaces, Spaces]:
+def make_spaces(
+    config: elements.Config, make: MakeEnv = make_env
+) -> tuple[Spaces, Spaces]:
     """Returns the spaces of observations and actions that an agent of the task has.
+
+    Args:
+      config: the whole configuration.
+      make: makes an environment of the configuration and an index.
 
     Raises:
       TaskError: the task cannot be used.
@@ -86,7 +151,7 @@ def make_spaces(config: elements.Config) -> tuple[Spaces, Spaces]:
     from embodied.driver import env_errors
 
     with env_errors(0, TaskError):
-        env = make_env(config, 0)
+        env = make(config, 0)
     try:
         obs_space = {
             key: space

@@ -39,6 +39,7 @@ def load(
     sample: bool | None = None,
     seed: int = 0,
     act_space: Mapping[str, Any] | None = None,
+    spaces: tuple[Spaces, Spaces] | None = None,
 ) -> LoadedPolicy:
     """Loads the policy of a run's newest checkpoint.
 
@@ -59,6 +60,8 @@ def load(
       act_space: spaces of an environment without our wrappers, such as the
         `action_space` of Gymnasium by key. Continuous actions are scaled to their
         bounds. By default they are as the wrapped environment takes them, in [-1, 1].
+      spaces: of observations and actions, for a checkpoint that has none, such as that
+        of a random agent; by default those of the run's task.
 
     Raises:
       CheckpointError: there is no whole checkpoint, or it does not fit its config.
@@ -78,11 +81,12 @@ def load(
     if sample is not None:
         mode = "eval"
         config = config.update({"agent.eval_mode": "sample" if sample else "mode"})
-    obs_space, act_spaces = agent_spaces(config, saved)
+    obs_space, act_spaces = agent_spaces(config, saved, spaces)
     converter = None if act_space is None else ActionConverter(act_spaces, act_space)
     agent = _make_agent(config, saved, platform, obs_space, act_spaces, seed)
     return LoadedPolicy(
-        agent, obs_space, act_spaces, mode, batch, saved.step, converter
+        *(agent, obs_space, act_spaces, mode, batch, saved.step, converter),
+        logdir=saved.logdir,
     )
 
 
@@ -95,6 +99,7 @@ class LoadedPolicy:
       obs_space: what `act` needs of an observation, by key.
       act_space: what it returns, by key.
       step: of the run at which the agent was saved.
+      logdir: of that run.
     """
 
     def __init__(
@@ -106,11 +111,13 @@ class LoadedPolicy:
         batch: int | None = None,
         step: int = 0,
         converter: ActionConverter | None = None,
+        logdir: str | os.PathLike[str] = "",
     ):
         # Signals about the episode need not be given.
         self.obs_space = {k: v for k, v in obs_space.items() if k not in SIGNALS}
         self.act_space = dict(converter.spaces if converter else act_space)
         self.step = step
+        self.logdir = os.fspath(logdir)
         self._agent = agent
         self._clip = {k: v for k, v in act_space.items() if not v.discrete}
         self._converter = converter
@@ -216,11 +223,17 @@ class LoadedPolicy:
         return clipped
 
 
-def agent_spaces(config: elements.Config, saved: SavedAgent) -> tuple[Spaces, Spaces]:
-    """Returns the spaces of an agent: from its checkpoint, else from its task."""
+def agent_spaces(
+    config: elements.Config,
+    saved: SavedAgent,
+    known: tuple[Spaces, Spaces] | None = None,
+) -> tuple[Spaces, Spaces]:
+    """Returns the spaces of an agent: from its checkpoint, as known, or of its task."""
     found: Tree = saved.data.get("spaces")
     if found is not None:
         return spaces_from_tree(found["obs"]), spaces_from_tree(found["act"])
+    if known is not None:
+        return known
     from dreamerv3.cli.factories import make_spaces
 
     return make_spaces(config)

@@ -206,9 +206,9 @@ def make(task: str, *, index: int = 0, seed: int = 0, **kwargs: Any) -> Env:
       **kwargs: options of the suite.
     """
     derived = env_seed(seed, index)
-    own = _OWN_TASK.fullmatch(task)
-    if own and not _is_dm_task(own[1]):
-        return _make_own(task, own[1], own[2], derived, kwargs)
+    own = own_factory(task)
+    if own is not None:
+        return adapt(task, own, derived, {"kwargs": kwargs})
     name, underscore, rest = task.partition("_")
     check_task("suite before the first underscore", name, SUITES)
     if not underscore or not rest:
@@ -217,6 +217,14 @@ def make(task: str, *, index: int = 0, seed: int = 0, **kwargs: Any) -> Env:
             f"The suite {name!r} has: {SUITES[name].doc}"
         )
     return _make_of_suite(task, SUITES[name], rest, derived, kwargs)
+
+
+def own_factory(task: str) -> Callable[..., Any] | None:
+    """Returns the class or function of a task `module:Name`; None for other tasks."""
+    own = _OWN_TASK.fullmatch(task)
+    if own is None or _is_dm_task(own[1]):
+        return None
+    return find_factory(task, own[1], own[2])
 
 
 def env_seed(seed: int, index: int) -> int:
@@ -275,10 +283,24 @@ def _make_of_suite(
         ) from error
 
 
-def _make_own(
-    task: str, module_name: str, name: str, seed: int, kwargs: dict[str, Any]
+def adapt(
+    task: str,
+    factory: Callable[..., Any],
+    seed: int,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Env:
-    factory = find_factory(task, module_name, name)
+    """Makes an environment of one's own, and fits it to the interface.
+
+    Args:
+      task: name for messages.
+      factory: class or function that returns an Env, a Gymnasium or a dm_env one. It
+        is called with `seed`, if it has a parameter of that name.
+      seed: of this environment.
+      options: of `FromGym`, for a Gymnasium environment; `kwargs` among them are
+        arguments of the factory.
+    """
+    gym_options = dict(options)
+    kwargs = dict(gym_options.pop("kwargs", {}))
     # Some that are written in C have no signature.
     with contextlib.suppress(ValueError):
         signature = inspect.signature(factory)
@@ -290,7 +312,7 @@ def _make_own(
         return env
     from_gym = importlib.import_module("embodied.envs.from_gym")
     if from_gym.is_gym_env(env):
-        return from_gym.FromGym(env, seed=seed)
+        return from_gym.FromGym(env, seed=seed, **gym_options)
     from_dm = importlib.import_module("embodied.envs.from_dm")
     if from_dm.is_dm_env(env):
         return from_dm.FromDM(env)

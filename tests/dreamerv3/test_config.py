@@ -134,6 +134,7 @@ CONTRACT = {
         "mps": "auto",
         "table_only": False,
     },
+    "plot": {"runs": ("none",), "out": "", "metric": "episode/score"},
     "logger": {
         "outputs": ("jsonl", "tensorboard"),
         "filter": "score|length|fps|ratio|train/loss/|train/rand/",
@@ -174,6 +175,7 @@ CONTRACT = {
             "length": 36000,
         },
         "grid": {"size": (48, 48), "length": 10},
+        "gym": {"size": (0, 0), "info_keys": ("none",), "vector": "none"},
         "minigrid": {"size": (64, 64), "full": False},
         "procgen": {"size": (96, 96), "resize": "pillow"},
         "loconav": {"size": (64, 64), "repeat": 1, "camera": -1},

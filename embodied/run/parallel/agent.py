@@ -13,6 +13,7 @@ from embodied.run.parallel.actor import run_actor
 from embodied.run.parallel.ending import Ending
 from embodied.run.parallel.learner import run_learner
 from embodied.run.parallel.replicas import join_replicas
+from embodied.run.saving import describe_run
 from embodied.workers import Progress, Thread
 
 LEAVE_SECONDS = 30.0  # For the actor to end after the learner.
@@ -51,6 +52,8 @@ def run_agent(
       abandon: ends it at once and without a save, since other roles are gone.
     """
     agent = wiring.load_factory(make_agent)()
+    if args.replica == 0:
+        describe_run(args.logdir, agent)
     barrier = threading.Barrier(2)
     step = progress.step if progress else lambda: None
     actor = Thread(_act, agent, barrier, args, step, name="actor")

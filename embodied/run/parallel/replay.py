@@ -55,6 +55,8 @@ class ReplayRole:
     ):
         self._replays = {TRAIN_REPLAY: train, EVAL_REPLAY: evaluation}
         self._train, self._eval = train, evaluation
+        for replay in self._replays.values():
+            replay.use_context(args.replay_context)
         self._batch = args.batch_size
         self.limiter = make_limiter(args)
         self._streams = {
