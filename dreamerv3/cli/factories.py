@@ -6,10 +6,11 @@ Everything heavy is imported where it is used, so that help and errors come at o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import elements
@@ -18,7 +19,7 @@ import numpy as np
 from dreamerv3.cli.config import ConfigError
 from dreamerv3.cli.schema import LARGEST_MAP, SMALLEST_MAP
 from embodied import logger as loggers
-from embodied.base import Agent, Env, Spaces, Stream, TaskError
+from embodied.base import Agent, BatchEnv, Env, Spaces, Stream, TaskError
 from embodied.envs import registry
 
 if TYPE_CHECKING:
@@ -63,6 +64,43 @@ def make_own_env(
     return _wrapped(config, env)
 
 
+@dataclasses.dataclass(frozen=True)
+class EnvFactory:
+    """Makes the environments of a run: one by one, or several that step together.
+
+    Attributes:
+      config: the whole configuration.
+      make: makes one of them.
+    """
+
+    config: elements.Config
+    make: MakeEnv = make_env
+
+    def __call__(self, index: int) -> Env:
+        """Makes environment `index`."""
+        return self.make(self.config, index)
+
+    def make_batch(self, indices: Sequence[int]) -> BatchEnv | None:
+        """Makes several, if the task has them as a batch; else returns None."""
+        from embodied import wrappers
+
+        config = self.config
+        own = registry.own_factory(config.task) if self.make is make_env else None
+        if isinstance(self.make, functools.partial) and self.make.func is make_own_env:
+            (own,) = self.make.args
+        if own is not None:
+            seeds = [registry.env_seed(config.seed, index) for index in indices]
+            envs = registry.adapt_batch(own, seeds, config.env.gym)
+        else:
+            options = config.env.get(config.task.partition("_")[0], {})
+            envs = registry.make_batch(
+                config.task, indices=indices, seed=config.seed, **options
+            )
+        if envs is None:
+            return None
+        return wrappers.FitBatch(envs, image_size(config, envs.obs_space))
+
+
 def _wrapped(config: elements.Config, env: Env) -> Env:
     from embodied import wrappers
 
@@ -78,8 +116,8 @@ def image_size(
 ) -> tuple[int, int] | None:
     """Returns the size that images have to get for the networks to take them.
 
-    None if there are none, or if they can take them all. Suites with an option for it
-    are left alone: the configuration has been checked.
+    None if there are none, or if they can take them all. Suites whose option for it
+    holds for all of their tasks are left alone: the configuration has been checked.
     """
     suite = config.task.partition("_")[0]
     images = [
@@ -87,7 +125,8 @@ def image_size(
         for key, space in spaces.items()
         if space.dtype == np.uint8 and len(space.shape) == 3 and "log/" not in key
     ]
-    if not images or (suite != "gym" and "size" in config.env.get(suite, {})):
+    sized = suite not in ("gym", "envpool") and "size" in config.env.get(suite, {})
+    if not images or sized:
         return None
     coder = config.agent.enc.simple
     factor = 2 ** (len(coder.mults) - coder.outer)

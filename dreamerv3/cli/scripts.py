@@ -19,6 +19,7 @@ import elements
 from dreamerv3.cli import texts
 from dreamerv3.cli.config import FILENAME, ConfigError, make_args
 from dreamerv3.cli.factories import (
+    EnvFactory,
     MakeEnv,
     make_acting_agent,
     make_agent,
@@ -166,7 +167,7 @@ def run_env(config: elements.Config) -> None:
     """Runs the environment whose id is the replica's number."""
     from embodied.run import parallel
 
-    make = functools.partial(make_env, config)
+    make = EnvFactory(config)
     is_eval = config.replica >= config.run.envs
     parallel.parallel_env(make, config.replica, make_args(config), is_eval)
 
@@ -175,7 +176,7 @@ def run_envs(config: elements.Config) -> None:
     """Runs all environments of this host."""
     from embodied.run import parallel
 
-    make = functools.partial(make_env, config)
+    make = EnvFactory(config)
     parallel.parallel_envs(make, make, make_args(config))
 
 
@@ -242,8 +243,8 @@ def _factories(
     return (
         functools.partial(make_replay, config, "replay"),
         functools.partial(make_replay, config, "replay_eval", "eval"),
-        functools.partial(make, config),
-        functools.partial(make, config),
+        EnvFactory(config, make),
+        EnvFactory(config, make),
         functools.partial(make_stream, config),
         functools.partial(make_logger, config),
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -183,13 +184,16 @@ class FromGym(Env):
     ) -> dict[str, Array]:
         return {
             **{leaf.key: leaf.encode(leaf.find(obs)) for leaf in self._obs_leaves},
-            **{f"log/{key}": _number(info, key) for key in self._info_keys},
+            **{
+                f"log/{key}": check_info(key, info.get(key, 0.0))
+                for key in self._info_keys
+            },
             **signals(reward, is_first, self._done, is_terminal),
         }
 
 
-def _number(info: Mapping[str, Any], key: str) -> np.float32:
-    value = info.get(key, 0.0)
+def check_info(key: str, value: Any) -> np.float32:
+    """Returns a value of `info` as a number to log."""
     try:
         return np.float32(value)
     except (TypeError, ValueError):
@@ -199,12 +203,25 @@ def _number(info: Mapping[str, Any], key: str) -> np.float32:
         ) from None
 
 
+def nothing_else(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options of `FromGym` without those that say how to make it."""
+    return {k: v for k, v in options.items() if k not in ("vector", "kwargs")}
+
+
 def is_gym_env(env: Any) -> bool:
     """Returns whether `FromGym` can take this object."""
     return isinstance(env, gymnasium.Env)
 
 
 def _make(task: str, kwargs: dict[str, Any]) -> gymnasium.Env:
+    with make_registered(task):
+        # Its checker only warns; CheckSpaces raises.
+        return gymnasium.make(task, disable_env_checker=True, **kwargs)
+
+
+@contextlib.contextmanager
+def make_registered(task: str) -> Iterator[None]:
+    """Imports what registers an id, and explains errors of making it in the body."""
     for prefix, package, extra in _PROVIDERS:
         if task.startswith(prefix) and task not in gymnasium.registry:
             try:
@@ -213,8 +230,7 @@ def _make(task: str, kwargs: dict[str, Any]) -> gymnasium.Env:
                 missing = error.name or package
                 raise MissingExtra.named(f"gym_{task}", missing, extra) from error
     try:
-        # Its checker only warns; CheckSpaces raises.
-        return gymnasium.make(task, disable_env_checker=True, **kwargs)
+        yield
     except gymnasium.error.UnregisteredEnv as error:
         raise UnknownTask(
             f"Expected an id that is registered with Gymnasium, got {task!r}. {error} "

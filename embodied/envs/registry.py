@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from embodied.base import Env, TaskError
+from embodied.base import BatchEnv, Env, TaskError
 from embodied.envs.keys import UnusableEnv
 
 PACKAGE = "dreamerv3-parallel"
@@ -37,6 +38,8 @@ class Suite:
       doc: one line for listings.
       extra: the extra of this package to install; empty if none is needed.
       install: how to install the suite's packages, where no extra can.
+      batch: `module:attribute` of what makes several environments that step together,
+        of a name, seeds and the suite's options; it may return None.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Suite:
     doc: str
     extra: str = ""
     install: str = ""
+    batch: str = ""
 
 
 _SUITES = (
@@ -95,6 +99,13 @@ _SUITES = (
         "Cheap made-up observations of every kind: disc, cont, both.",
     ),
     Suite(
+        "envpool",
+        "embodied.envs.envpool:make_envpool",
+        "Batches of Atari and other games in C++, such as envpool_Pong-v5.",
+        extra="envpool",
+        batch="embodied.envs.envpool:make_pool",
+    ),
+    Suite(
         "grid",
         "embodied.envs.grid:Grid",
         "A small arena on images, learnable on a CPU in minutes: reach, avoid.",
@@ -103,6 +114,7 @@ _SUITES = (
         "gym",
         "embodied.envs.from_gym:FromGym",
         "Any id that is registered with Gymnasium, such as gym_CartPole-v1.",
+        batch="embodied.envs.gym_vector:make_vector",
     ),
     Suite(
         "loconav",
@@ -216,7 +228,51 @@ def make(task: str, *, index: int = 0, seed: int = 0, **kwargs: Any) -> Env:
             f"Expected a task of the form {name}_NAME, got {task!r}. "
             f"The suite {name!r} has: {SUITES[name].doc}"
         )
-    return _make_of_suite(task, SUITES[name], rest, derived, kwargs)
+    suite = SUITES[name]
+    return _call_suite(task, suite, suite.factory, rest, {"seed": derived, **kwargs})
+
+
+def make_batch(
+    task: str, *, indices: Sequence[int], seed: int = 0, **kwargs: Any
+) -> BatchEnv | None:
+    """Makes several environments of a task that step together, if the suite can.
+
+    Args:
+      task: `SUITE_NAME`.
+      indices: their numbers within the run.
+      seed: seed of the run.
+      **kwargs: options of the suite.
+    """
+    name, _, rest = task.partition("_")
+    suite = SUITES.get(name)
+    if suite is None or not suite.batch:
+        return None
+    seeds = [env_seed(seed, index) for index in indices]
+    return _call_suite(task, suite, suite.batch, rest, {"seeds": seeds, **kwargs})
+
+
+def adapt_batch(
+    factory: Callable[..., Any], seeds: Sequence[int], options: Mapping[str, Any]
+) -> BatchEnv | None:
+    """Makes several environments with a factory that takes `num_envs`.
+
+    Returns None for other factories. It returns a `gymnasium.vector.VectorEnv`, or a
+    BatchEnv.
+
+    Args:
+      factory: class or function.
+      seeds: one for each.
+      options: as for `adapt`.
+    """
+    if not _takes_number(factory):
+        return None
+    kwargs = {**options.get("kwargs", {}), "num_envs": len(seeds)}
+    env = factory(**kwargs)
+    if isinstance(env, BatchEnv):
+        return env
+    gym_vector = importlib.import_module("embodied.envs.gym_vector")
+    # The first seed is for all: few vector environments take more.
+    return gym_vector.from_vector(env, seeds[:1], options)
 
 
 def own_factory(task: str) -> Callable[..., Any] | None:
@@ -265,13 +321,12 @@ def find_factory(task: str, module_name: str, name: str) -> Callable[..., Any]:
     return factory
 
 
-def _make_of_suite(
-    task: str, suite: Suite, name: str, seed: int, kwargs: dict[str, Any]
-) -> Env:
+def _call_suite(
+    task: str, suite: Suite, factory: str, name: str, kwargs: dict[str, Any]
+) -> Any:
     try:
-        module, _, attribute = suite.factory.partition(":")
-        factory = getattr(importlib.import_module(module), attribute)
-        return factory(name, seed=seed, **kwargs)
+        module, _, attribute = factory.partition(":")
+        return getattr(importlib.import_module(module), attribute)(name, **kwargs)
     except ModuleNotFoundError as error:
         # Missing parts of this package, or of the user's, are another matter.
         package = (error.name or "").split(".")[0]
@@ -281,6 +336,14 @@ def _make_of_suite(
         raise MissingExtra.named(
             task, error.name, suite.extra, suite.install
         ) from error
+
+
+def _takes_number(factory: Callable[..., Any]) -> bool:
+    with contextlib.suppress(ValueError, TypeError):
+        parameter = inspect.signature(factory).parameters.get("num_envs")
+        # A partial that has set it makes what it makes.
+        return parameter is not None and not isinstance(factory, functools.partial)
+    return False
 
 
 def adapt(
@@ -299,6 +362,9 @@ def adapt(
       options: of `FromGym`, for a Gymnasium environment; `kwargs` among them are
         arguments of the factory.
     """
+    batch = adapt_batch(factory, [seed], options)
+    if batch is not None:
+        return importlib.import_module("embodied.envs.gym_vector").OneOfBatch(batch)
     gym_options = dict(options)
     kwargs = dict(gym_options.pop("kwargs", {}))
     # Some that are written in C have no signature.

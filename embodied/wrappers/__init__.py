@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from embodied.base import Env
+from embodied.wrappers.batch_wrappers import FitBatch
 from embodied.wrappers.checking import CheckSpaces, SpaceError, Wrapper
 from embodied.wrappers.episode_wrappers import (
     ActionRepeat,
@@ -22,6 +23,7 @@ __all__ = [
     "CheckSpaces",
     "ClipAction",
     "DiscretizeAction",
+    "FitBatch",
     "NormalizeAction",
     "ResizeImage",
     "RestartOnException",
