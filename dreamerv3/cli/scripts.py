@@ -107,6 +107,13 @@ def run_import_checkpoint(config: elements.Config) -> None:
     print(import_checkpoint(config))
 
 
+def run_check(config: elements.Config) -> None:
+    """Steps an environment, and prints what would stop training."""
+    from dreamerv3.cli import check
+
+    check.run_check(config)
+
+
 def run_plot(config: elements.Config) -> None:
     """Draws the learning curves of runs, and prints where."""
     from dreamerv3 import plot
@@ -338,6 +345,7 @@ SCRIPTS: dict[str, Script] = {
     "eval_only": run_eval_only,
     "import_checkpoint": run_import_checkpoint,
     "plot": run_plot,
+    "check": run_check,
     "rollout": run_rollout,
     "parallel": _with_clear_errors(run_parallel),
     "parallel_agent": _with_clear_errors(run_agent),
