@@ -37,11 +37,13 @@ def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
     Args:
       config: the whole configuration.
       index: number of the environment within the run, which decides its seed.
-      **overrides: options of the suite that replace those in `config.env`.
+      **overrides: options of the suite that replace those in `config.env`; of your own
+        environment, arguments that it has.
     """
     own = registry.own_factory(config.task)
     if own is not None:
-        return make_own_env(own, config, index)
+        known = {key: x for key, x in overrides.items() if registry.takes(own, key)}
+        return make_own_env(functools.partial(own, **known), config, index)
     suite = config.task.partition("_")[0]
     options = {**config.env.get(suite, {}), **overrides}
     env = registry.make(config.task, index=index, seed=config.seed, **options)
@@ -62,6 +64,33 @@ def make_own_env(
     seed = registry.env_seed(config.seed, index)
     env = registry.adapt(config.task, factory, seed, config.env.gym)
     return _wrapped(config, env)
+
+
+def make_filmed_env(config: elements.Config, index: int) -> Env:
+    """Makes environment `index` for a video: with frames, if the agent sees no image.
+
+    Only the first one is drawn.
+    """
+    from embodied import wrappers
+
+    suite = config.task.partition("_")[0]
+    drawn = {"render_mode": "rgb_array"} if suite == "gym" or ":" in config.task else {}
+    try:
+        env = make_env(config, index, **drawn)
+    except TypeError:  # It takes no render_mode.
+        env = make_env(config, index)
+    shapes = [x.shape for x in env.obs_space.values() if x.dtype == np.uint8]
+    if any(len(shape) == 3 and shape[2] in (1, 3) for shape in shapes):
+        return env
+    first = index == config.run.env_offset
+    try:
+        return wrappers.AddFrames(env, active=first)
+    except wrappers.NotRenderable as error:
+        if first:
+            logging.getLogger("embodied.run").warning(
+                "There will be no video: %s cannot be drawn (%s).", config.task, error
+            )
+        return env
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from dreamerv3.cli.factories import (
     make_acting_agent,
     make_agent,
     make_env,
+    make_filmed_env,
     make_logger,
     make_replay,
     make_spaces,
@@ -96,7 +97,7 @@ def run_eval_only(config: elements.Config) -> None:
     envs = min(config.run.envs, config.run.eval_eps)
     config = config.update({"run.from_checkpoint": source, "run.envs": envs})
     agent = _begin(config, "Evaluating in", "stops", make_acting_agent)
-    _, _, _, env, _, logger = _factories(config)
+    _, _, _, env, _, logger = _factories(config, make_filmed_env)
     eval_only(lambda: agent, env, logger, make_args(config))
 
 

@@ -154,6 +154,10 @@ class FromGym(Env):
         self._done = bool(terminated or truncated)
         return self._observe(obs, info, reward, is_terminal=bool(terminated))
 
+    def render(self) -> Any:
+        """Draws the scene as the environment's render mode says."""
+        return self.gym_env.render()
+
     def close(self) -> None:
         """Closes the environment."""
         if not self._closed:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -264,7 +263,7 @@ def adapt_batch(
       seeds: one for each.
       options: as for `adapt`.
     """
-    if not _takes_number(factory):
+    if not takes(factory, "num_envs"):
         return None
     kwargs = {**options.get("kwargs", {}), "num_envs": len(seeds)}
     env = factory(**kwargs)
@@ -338,11 +337,12 @@ def _call_suite(
         ) from error
 
 
-def _takes_number(factory: Callable[..., Any]) -> bool:
+def takes(factory: Callable[..., Any], name: str) -> bool:
+    """Returns whether a class or function has a parameter of a name, not yet set."""
     with contextlib.suppress(ValueError, TypeError):
-        parameter = inspect.signature(factory).parameters.get("num_envs")
-        # A partial that has set it makes what it makes.
-        return parameter is not None and not isinstance(factory, functools.partial)
+        signature = inspect.signature(factory)
+        set_already = getattr(factory, "keywords", {})  # Of a partial.
+        return name in signature.parameters and name not in set_already
     return False
 
 

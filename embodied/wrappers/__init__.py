@@ -7,6 +7,8 @@ from embodied.wrappers.batch_wrappers import FitBatch
 from embodied.wrappers.checking import CheckSpaces, SpaceError, Wrapper
 from embodied.wrappers.episode_wrappers import (
     ActionRepeat,
+    AddFrames,
+    NotRenderable,
     RestartOnException,
     TimeLimit,
 )
@@ -20,11 +22,13 @@ from embodied.wrappers.value_wrappers import (
 
 __all__ = [
     "ActionRepeat",
+    "AddFrames",
     "CheckSpaces",
     "ClipAction",
     "DiscretizeAction",
     "FitBatch",
     "NormalizeAction",
+    "NotRenderable",
     "ResizeImage",
     "RestartOnException",
     "SpaceError",

@@ -91,6 +91,7 @@ CONTRACT = {
         "restarts": {"env": 10, "replay": 3, "logger": 3, "agent": 3},
         "keep": 3,
         "max_nonfinite": 50,
+        "render": False,
     },
     "replay": {
         "size": 5e6,
