@@ -38,6 +38,8 @@ LATENT_KEYS = (model.DETER, model.STOCH)
 class Agent(JaxAgent):
     """Learns a world model, and a policy in it. See `embodied.Agent` for its use.
 
+    Subclasses may add losses; `examples/own_loss.py` shows how.
+
     Args:
       obs_space: spaces by key, `reward`, `is_first`, `is_last` and `is_terminal`
         among them; keys that start with `log/` are left out.
@@ -51,6 +53,9 @@ class Agent(JaxAgent):
       SetupError: the devices are not those that the settings ask for.
     """
 
+    # Set by subclasses, as a static method; its losses need scales of their names.
+    extra_losses: model.ExtraLosses | None = None
+
     def __init__(
         self,
         obs_space: Spaces,
@@ -63,7 +68,8 @@ class Agent(JaxAgent):
         self.config = elements.Config(config)
         self._report = config["agent"]["report"]
         backend = set_up_devices(config)
-        algorithm = make_algorithm(obs_space, act_space, config, backend)
+        extra = type(self).extra_losses
+        algorithm = make_algorithm(obs_space, act_space, config, backend, extra)
         options = _options(config, compiler)
         super().__init__(algorithm, options)
         self.obs_space = agent_observations(obs_space)
@@ -102,7 +108,11 @@ def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_algorithm(
-    obs_space: Spaces, act_space: Spaces, config: Mapping[str, Any], backend: Backend
+    obs_space: Spaces,
+    act_space: Spaces,
+    config: Mapping[str, Any],
+    backend: Backend,
+    extra_losses: model.ExtraLosses | None = None,
 ) -> Algorithm:
     """Puts the agent's functions together."""
     settings = config["agent"]
@@ -124,6 +134,7 @@ def make_algorithm(
         replay_context=context,
         priority=config["replay"]["fracs"]["priority"] > 0,
         unroll=CPU_UNROLL if backend.platform == "cpu" else UNROLL,
+        extra_losses=extra_losses,
     )
     same = settings["eval_mode"] == "sample"
     return Algorithm(

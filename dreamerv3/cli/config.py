@@ -24,7 +24,7 @@ from ruamel.yaml.error import YAMLError
 
 from dreamerv3.cli.schema import (
     CONFIGS,
-    OPEN_GROUP,
+    OPEN_GROUPS,
     Flat,
     combination_problems,
     nearest,
@@ -185,7 +185,7 @@ def run_config(logdir: str | os.PathLike[str]) -> elements.Config:
 def _apply_run(values: Values, path: pathlib.Path, without: Sequence[str] = ()) -> None:
     """Sets the keys of a `config.yaml`, as far as this version still has them."""
     for key, value in flatten(dict(read_config(path))).items():
-        known = key in values.flat or key.startswith(OPEN_GROUP)
+        known = key in values.flat or key.startswith(OPEN_GROUPS)
         if known and key not in without:
             values.set(key, value if isinstance(value, tuple) else [value])
 
@@ -259,7 +259,7 @@ class Values:
             of a list followed by `+` to add to that list.
           values: one value, or several for a list, as text or of the key's type.
         """
-        if name.startswith(OPEN_GROUP):
+        if name.startswith(OPEN_GROUPS) and name not in self.flat:
             self._set_open(name, values)
             return
         added: tuple[Any, ...] = ()
@@ -284,14 +284,23 @@ class Values:
 
     def _set_open(self, name: str, values: Sequence[Any]) -> None:
         """Sets a key that has no default, and so no type, but that of its value."""
-        if not re.fullmatch(r"\w+", name.removeprefix(OPEN_GROUP)) or not values:
+        group, _, last = name.rpartition(".")
+        if f"{group}." not in OPEN_GROUPS or not last.isidentifier() or not values:
             shown = " ".join(map(str, values)) or "no value"
             self.problems.append(
                 f"{name}: expected the name of an argument and its value, got {shown}."
             )
             return
         typed = [_from_text(x) if isinstance(x, str) else x for x in values]
-        self.flat[name] = typed[0] if len(typed) == 1 else tuple(typed)
+        value = typed[0] if len(typed) == 1 else tuple(typed)
+        if group == "agent.loss_scales":
+            value = _to_float(value)
+            if value is None or not value >= 0:
+                self.problems.append(
+                    f"{name}: expected a number of at least 0, got {values[0]!r}."
+                )
+                return
+        self.flat[name] = value
 
 
 def _from_text(text: str) -> Any:

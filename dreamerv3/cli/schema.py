@@ -19,9 +19,9 @@ from typing import Any
 
 from embodied.envs import registry
 
-# Arguments of environments, which may have any name.
-OPEN_GROUP = "env.gym.kwargs."
-
+# Groups whose keys may have any name: arguments of environments, and losses of one's
+# own, whose scales are like the others'.
+OPEN_GROUPS = ("env.gym.kwargs.", "agent.loss_scales.")
 CONFIGS = pathlib.Path(__file__).parent.with_name("configs.yaml")
 
 Flat = dict[str, Any]  # Values by full key, such as 'run.envs'.
