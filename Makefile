@@ -48,7 +48,7 @@ $(WHEEL_INSTALLED): $(WHEEL_EMPTY) README.md LICENSE $(PACKAGED)
 
 demo: $(INSTALLED) ## Learn to balance a pole, in minutes on a CPU, and draw the curve
 	@$(BIN)/python -m dreamerv3.main --configs demo --logdir $(LOGDIR) $(FLAGS)
-	@$(BIN)/python -m benchmarks.plot $(LOGDIR) --out $(LOGDIR)/scores.png
+	@$(BIN)/python -m dreamerv3.plot $(LOGDIR) --out $(LOGDIR)/scores.png
 
 test: lint $(WHEEL_INSTALLED) ## Lint, then all tests that are quick
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -q

@@ -12,7 +12,7 @@ Everything here is a pure function of arrays, to be compiled by the caller:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -47,6 +47,9 @@ Carry = dict[str, Any]  # deter and stoch, as in Latent, and action by key, [B, 
 # Keys of latents in batches and in outputs for the replay.
 DETER, STOCH = "dyn/deter", "dyn/stoch"
 
+# Losses of one's own, [B, T] by name, of the networks, states and batch [B, T, ...].
+ExtraLosses = Callable[[Any, Latent, Mapping[str, Array]], Mapping[str, Array]]
+
 # Losses beside those of the decoded keys.
 LOSSES = ("rew", "con", "dyn", "rep", "policy", "value", "repval")
 
@@ -75,11 +78,23 @@ class AgentSettings:
     norms: Norms
     opt: Optimizer
     eval_mode: str
+    decoded: tuple[str, ...] = ()  # Keys of observations, whose losses `rec` scales.
+    extra_losses: ExtraLosses | None = None
 
     def scale(self, loss: str) -> float:
-        """Weight of a loss; those that have no name of their own are decoded keys."""
+        """Weight of a loss.
+
+        Raises:
+          ValueError: it has none.
+        """
         scales = dict(self.loss_scales)
-        return scales[loss if loss in LOSSES else "rec"]
+        name = "rec" if loss in self.decoded and loss not in scales else loss
+        if name not in scales:
+            raise ValueError(
+                f"Loss {loss!r} expected a scale in agent.loss_scales, which has "
+                f"{', '.join(scales)}. Give it one: --agent.loss_scales.{loss} 1.0"
+            )
+        return scales[name]
 
 
 class Model(eqx.Module):
@@ -130,6 +145,7 @@ def init(
     replay_context: int = 1,
     priority: bool = False,
     unroll: Mapping[str, int] | None = None,
+    extra_losses: ExtraLosses | None = None,
 ) -> State:
     """Makes the state before the first update.
 
@@ -143,13 +159,19 @@ def init(
       priority: whether training returns priorities for the replay.
       unroll: steps per iteration of the loops, `scan` over replayed sequences and
         `imagine`. By default 1 each.
+      extra_losses: computes further losses; see `ExtraLosses`.
 
     Raises:
       ValueError: a space that the networks cannot take.
     """
     loops = {"scan": 1, "imagine": 1, **(unroll or {})}
-    settings = _make_settings(config, replay_context, priority, loops["imagine"])
     spaces = _observations(obs_space)
+    settings = dataclasses.replace(
+        _make_settings(config, replay_context, priority, loops["imagine"]),
+        decoded=tuple(key for key, _ in spaces),
+        extra_losses=extra_losses,
+    )
+    _check_scales(config["loss_scales"], extra_losses)
     actions = named_spaces(act_space, ("reset",))
     if not actions:
         raise ValueError("The agent expected at least one action beside reset.")
@@ -317,6 +339,18 @@ def _make_settings(
         opt=Optimizer(**config["opt"]),
         **{name: config[name] for name in same},
     )
+
+
+def _check_scales(
+    scales: Mapping[str, float], extra_losses: ExtraLosses | None
+) -> None:
+    unknown = sorted(set(scales) - {*LOSSES, "rec"})
+    if unknown and extra_losses is None:
+        raise ValueError(
+            f"agent.loss_scales: expected the names of losses, {', '.join(LOSSES)} and "
+            f"rec, got {', '.join(unknown)}. Losses of one's own need an agent with "
+            "extra_losses."
+        )
 
 
 def _observations(obs_space: Mapping[str, Any]) -> NamedSpaces:

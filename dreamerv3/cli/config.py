@@ -24,6 +24,7 @@ from ruamel.yaml.error import YAMLError
 
 from dreamerv3.cli.schema import (
     CONFIGS,
+    OPEN_GROUPS,
     Flat,
     combination_problems,
     nearest,
@@ -270,7 +271,8 @@ def run_config(logdir: str | os.PathLike[str]) -> elements.Config:
 def _apply_run(values: Values, path: pathlib.Path, without: Sequence[str] = ()) -> None:
     """Sets the keys of a `config.yaml`, as far as this version still has them."""
     for key, value in flatten(dict(read_config(path))).items():
-        if key in values.flat and key not in without:
+        known = key in values.flat or key.startswith(OPEN_GROUPS)
+        if known and key not in without:
             values.set(key, value if isinstance(value, tuple) else [value])
 
 
@@ -349,6 +351,9 @@ class Values:
             of a list followed by `+` to add to that list.
           values: one value, or several for a list, as text or of the key's type.
         """
+        if name.startswith(OPEN_GROUPS) and name not in self.flat:
+            self._set_open(name, values)
+            return
         added: tuple[Any, ...] = ()
         if name.endswith("+") and isinstance(self.flat.get(name[:-1]), tuple):
             name = name[:-1]
@@ -369,6 +374,35 @@ class Values:
             else:
                 self.flat[key] = value
                 self.given.add(key)
+
+    def _set_open(self, name: str, values: Sequence[Any]) -> None:
+        """Sets a key that has no default, and so no type, but that of its value."""
+        group, _, last = name.rpartition(".")
+        if f"{group}." not in OPEN_GROUPS or not last.isidentifier() or not values:
+            shown = " ".join(map(str, values)) or "no value"
+            self.problems.append(
+                f"{name}: expected the name of an argument and its value, got {shown}."
+            )
+            return
+        typed = [_from_text(x) if isinstance(x, str) else x for x in values]
+        value = typed[0] if len(typed) == 1 else tuple(typed)
+        if group == "agent.loss_scales":
+            value = _to_float(value)
+            if value is None or not value >= 0:
+                self.problems.append(
+                    f"{name}: expected a number of at least 0, got {values[0]!r}."
+                )
+                return
+        self.flat[name] = value
+
+
+def _from_text(text: str) -> Any:
+    """Returns the number or truth value that a text is, else the text."""
+    try:
+        value = YAML(typ="safe").load(text)
+    except YAMLError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
 
 
 def _find_keys(flat: Flat, name: str) -> list[str]:

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import io
 import os
 import pathlib
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import elements
-from ruamel.yaml import YAML
 
 from dreamerv3.cli.config import FILENAME, ConfigError, read_config
 from dreamerv3.cli.schema import ENV_SCRIPTS, OWNING_SCRIPTS
@@ -72,6 +69,7 @@ def prepare_logdir(config: elements.Config) -> pathlib.Path:
     """
     # Here, because help and errors should not wait for the libraries behind it.
     from embodied.checkpoint import write_file
+    from embodied.run.saving import config_yaml
 
     logdir = pathlib.Path(config.logdir)
     with _clear_errors(logdir):
@@ -80,7 +78,7 @@ def prepare_logdir(config: elements.Config) -> pathlib.Path:
         if config.replica == 0 and config.script in OWNING_SCRIPTS:
             claim(logdir)
         if config.replica == 0 and config.script not in ENV_SCRIPTS:
-            write_file(logdir, FILENAME, _to_yaml(config))
+            write_file(logdir, FILENAME, config_yaml(config))
             sign_task(logdir, config.task)
     return logdir
 
@@ -189,12 +187,3 @@ def _read(path: pathlib.Path) -> bytes:
     with contextlib.suppress(OSError):
         return path.read_bytes()
     return b""
-
-
-def _to_yaml(config: elements.Config) -> bytes:
-    yaml: Any = YAML(typ="safe")
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False
-    content = io.BytesIO()
-    yaml.dump(dict(config), content)
-    return content.getvalue()

@@ -19,6 +19,9 @@ from typing import Any
 
 from embodied.envs import registry
 
+# Groups whose keys may have any name: arguments of environments, and losses of one's
+# own, whose scales are like the others'.
+OPEN_GROUPS = ("env.gym.kwargs.", "agent.loss_scales.")
 CONFIGS = pathlib.Path(__file__).parent.with_name("configs.yaml")
 
 Flat = dict[str, Any]  # Values by full key, such as 'run.envs'.
@@ -230,6 +233,10 @@ KINDS = {
     ),
     "sides": Rule(
         "two numbers of at least 1", lambda value: len(value) == 2 and min(value) >= 1
+    ),
+    "sides or zeros": Rule(
+        "two numbers of at least 1, or zeros",
+        lambda value: len(value) == 2 and (min(value) >= 1 or max(value) == 0),
     ),
     "initialisation": _one_of(
         tuple(
@@ -482,8 +489,9 @@ def _agent(flat: Flat) -> Iterator[str]:
 
 
 def _images(flat: Flat) -> Iterator[str]:
-    key = f"env.{flat['task'].partition('_')[0]}.size"
-    if flat["random_agent"] or key not in flat:
+    task = flat["task"]
+    key = f"env.{'gym' if ':' in task else task.partition('_')[0]}.size"
+    if flat["random_agent"] or not any(flat.get(key, ())):
         return
     parts = [f"agent.{part}.simple" for part in ("enc", "dec")]
     # A stage at full resolution, which `outer` adds, does not halve the image.

@@ -19,10 +19,13 @@ import elements
 from dreamerv3.cli import texts
 from dreamerv3.cli.config import FILENAME, ConfigError, make_args
 from dreamerv3.cli.factories import (
+    EnvFactory,
+    MakeEnv,
     check_outputs,
     make_acting_agent,
     make_agent,
     make_env,
+    make_filmed_env,
     make_logger,
     make_replay,
     make_spaces,
@@ -50,7 +53,7 @@ SERVED_ADDRESSES = {
     "parallel_logger": "logger_addr",
 }
 
-Script = Callable[[elements.Config], None]
+Script = Callable[..., None]  # Of the configuration.
 Make = Callable[..., Any]
 
 
@@ -68,24 +71,24 @@ def run_rollout(config: elements.Config) -> None:
     print(texts.summary(config, result))
 
 
-def run_train(config: elements.Config) -> None:
+def run_train(config: elements.Config, make: MakeEnv = make_env) -> None:
     """Trains in this process, and prints what was done and where it lies."""
-    agent = _begin(config, "Training in", "saves and stops")
-    replay, _, env, _, stream, logger = _factories(config)
+    agent = _begin(config, "Training in", "saves and stops", _agent_maker(make))
+    replay, _, env, _, stream, logger = _factories(config, make)
     args = make_args(config)
     result = train(lambda: agent, replay, env, stream, logger, args)
     print(texts.summary(config, result))
 
 
-def run_train_eval(config: elements.Config) -> None:
+def run_train_eval(config: elements.Config, make: MakeEnv = make_env) -> None:
     """Trains and evaluates in this process, and prints what was done."""
     if not config.run.eval_envs:
         raise ConfigError(
             "run.eval_envs: expected at least 1 for --script train_eval, got 0. "
             "Without evaluation, use --script train."
         )
-    agent = _begin(config, "Training in", "saves and stops")
-    result = train_eval(lambda: agent, *_factories(config), make_args(config))
+    agent = _begin(config, "Training in", "saves and stops", _agent_maker(make))
+    result = train_eval(lambda: agent, *_factories(config, make), make_args(config))
     print(texts.summary(config, result))
 
 
@@ -95,7 +98,7 @@ def run_eval_only(config: elements.Config) -> None:
     envs = min(config.run.envs, config.run.eval_eps)
     config = config.update({"run.from_checkpoint": source, "run.envs": envs})
     agent = _begin(config, "Evaluating in", "stops", make_acting_agent)
-    _, _, _, env, _, logger = _factories(config)
+    _, _, _, env, _, logger = _factories(config, make_filmed_env)
     eval_only(lambda: agent, env, logger, make_args(config))
 
 
@@ -106,20 +109,41 @@ def run_import_checkpoint(config: elements.Config) -> None:
     print(import_checkpoint(config))
 
 
-def run_parallel(config: elements.Config) -> None:
+def run_check(config: elements.Config) -> None:
+    """Steps an environment, and prints what would stop training."""
+    from dreamerv3.cli import check
+
+    check.run_check(config)
+
+
+def run_plot(config: elements.Config) -> None:
+    """Draws the learning curves of runs, and prints where."""
+    from dreamerv3 import plot
+
+    given = [run for run in config.plot.runs if run != "none"]
+    folder = "" if given else config.logdir
+    out = config.plot.out or pathlib.Path(folder, "scores.png")
+    try:
+        path = plot.render(given or [config.logdir], out, metric=config.plot.metric)
+    except plot.PlotError as error:
+        raise ConfigError(f"plot: {error}") from error
+    print(f"Written: {path}")
+
+
+def run_parallel(config: elements.Config, make: MakeEnv = make_env) -> None:
     """Trains with all roles, on this machine unless some run elsewhere."""
     from embodied.run import parallel
 
     check_logdir(config)
     check_outputs(config)
     # Before the logdir is claimed, which a task that cannot be made should not do.
-    spaces = make_spaces(config)
+    spaces = make_spaces(config, make)
     prepare_logdir(config)
     begin = time.monotonic()
     _announce(config, "Training in", "saves and stops")
     parallel.combined(
         functools.partial(make_agent, config, spaces),
-        *_factories(config),
+        *_factories(config, make),
         make_args(config),
     )
     print(texts.parallel_summary(config, time.monotonic() - begin))
@@ -154,7 +178,7 @@ def run_env(config: elements.Config) -> None:
     """Runs the environment whose id is the replica's number."""
     from embodied.run import parallel
 
-    make = functools.partial(make_env, config)
+    make = EnvFactory(config)
     is_eval = config.replica >= config.run.envs
     parallel.parallel_env(make, config.replica, make_args(config), is_eval)
 
@@ -163,7 +187,7 @@ def run_envs(config: elements.Config) -> None:
     """Runs all environments of this host."""
     from embodied.run import parallel
 
-    make = functools.partial(make_env, config)
+    make = EnvFactory(config)
     parallel.parallel_envs(make, make, make_args(config))
 
 
@@ -218,13 +242,20 @@ class _NoReplay:
         """Forgets the step."""
 
 
-def _factories(config: elements.Config) -> tuple[Make, Make, Make, Make, Make, Make]:
+def _agent_maker(make: MakeEnv) -> Callable[[elements.Config], Agent]:
+    """Returns `make_agent` for environments of `make`."""
+    return lambda config: make_agent(config, make_spaces(config, make))
+
+
+def _factories(
+    config: elements.Config, make: MakeEnv = make_env
+) -> tuple[Make, Make, Make, Make, Make, Make]:
     """Returns the factories of `combined` after the agent's, in its order."""
     return (
         functools.partial(make_replay, config, "replay"),
         functools.partial(make_replay, config, "replay_eval", "eval"),
-        functools.partial(make_env, config),
-        functools.partial(make_env, config),
+        EnvFactory(config, make),
+        EnvFactory(config, make),
         functools.partial(make_stream, config),
         functools.partial(make_logger, config),
     )
@@ -297,14 +328,12 @@ def _clear_errors() -> Iterator[None]:
         raise RunError(str(error)) from error
 
 
-def _with_clear_errors(
-    script: Script,
-) -> Script:
+def _with_clear_errors(script: Script) -> Script:
     @functools.wraps(script)
-    def run(config: elements.Config) -> None:
+    def run(config: elements.Config, *more: Any) -> None:
         with _clear_errors():
             _check_address(config)
-            script(config)
+            script(config, *more)
 
     return run
 
@@ -324,6 +353,8 @@ SCRIPTS: dict[str, Script] = {
     "train_eval": run_train_eval,
     "eval_only": run_eval_only,
     "import_checkpoint": run_import_checkpoint,
+    "plot": run_plot,
+    "check": run_check,
     "rollout": run_rollout,
     "parallel": _with_clear_errors(run_parallel),
     "parallel_agent": _with_clear_errors(run_agent),

@@ -57,9 +57,11 @@ class ActingAgent(Agent):
     ):
         given = config["jax"]
         backend = set_up_devices(config)
-        # Without context, the policy returns nothing for a replay.
+        # Without context, the policy returns nothing for a replay. Losses, of one's
+        # own perhaps, are not needed.
         algorithm = make_algorithm(
-            obs_space, act_space, {**config, "replay_context": 0}, backend
+            *(obs_space, act_space, {**config, "replay_context": 0}, backend),
+            extra_losses=_no_losses,
         )
         self._algorithm = algorithm
         self._seed = seed
@@ -136,3 +138,7 @@ class ActingAgent(Agent):
 
     def _init(self, key: Array) -> Tree:
         return self._algorithm.policy_params(self._algorithm.init(key))
+
+
+def _no_losses(*_: Any) -> dict[str, Array]:
+    return {}

@@ -93,6 +93,7 @@ CONTRACT = {
         "restarts": {"env": 10, "replay": 3, "logger": 3, "agent": 3},
         "keep": 3,
         "max_nonfinite": 50,
+        "render": False,
     },
     "replay": {
         "size": 5e6,
@@ -136,6 +137,7 @@ CONTRACT = {
         "mps": "auto",
         "table_only": False,
     },
+    "plot": {"runs": ("none",), "out": "", "metric": "episode/score"},
     "logger": {
         "outputs": ("jsonl", "tensorboard", "terminal"),
         "filter": "episode/(score|length)|train/opt/loss|updates_per_second",
@@ -176,6 +178,16 @@ CONTRACT = {
             "length": 36000,
         },
         "grid": {"size": (48, 48), "length": 10},
+        "envpool": {
+            "size": (96, 96),
+            "repeat": 4,
+            "sticky": True,
+            "gray": True,
+            "actions": "all",
+            "noops": 30,
+            "threads": 0,
+        },
+        "gym": {"size": (0, 0), "info_keys": ("none",), "vector": "none"},
         "minigrid": {"size": (64, 64), "full": False},
         "procgen": {"size": (96, 96), "resize": "pillow"},
         "loconav": {"size": (64, 64), "repeat": 1, "camera": -1},

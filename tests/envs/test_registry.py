@@ -146,7 +146,7 @@ def test_extras_are_those_of_the_package():
     ("task", "message"),
     [
         ("dumy_disc", r"got 'dumy'\. Did you mean dummy"),
-        ("tetris_easy", r"dummy, grid, gym, .*\), got 'tetris'"),
+        ("tetris_easy", r"dummy, envpool, grid, gym, .*\), got 'tetris'"),
         ("dummy_dics", r"got 'dics'\. Did you mean dummy_disc\?"),
         ("grid_race", r"grid task \(avoid, reach\), got 'race'"),
         ("grid", r"form grid_NAME, got 'grid'"),
