@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 import select
+import selectors
 import socket as sockets
 import struct
 import threading
@@ -27,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from embodied.rpc import auth, buffers, wire
-from embodied.rpc.threads import Poller, Wakeup
+from embodied.rpc.threads import Wakeup
 
 KINDS = ("auto", "local", "remote")
 LOCAL_AVAILABLE = buffers.AVAILABLE and hasattr(sockets, "SO_PEERCRED")
@@ -37,6 +38,7 @@ MAX_UNKNOWN = 256  # Connections that have not proved yet that they have the key
 MESSAGE_SLACK = 1 << 21  # Bytes of a frame that are not arrays.
 PROVE_SECONDS = 5.0  # In which a new connection has to do so.
 ACCEPT_PAUSE = 0.01  # Seconds after an accept that failed, so that it does not spin.
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 UP, DOWN, REFUSED = range(3)  # Events of a client's link.
 
 _NONCE_BYTES = 32
@@ -66,10 +68,11 @@ class Link:
 
     Attributes:
       descriptors: readable when a frame may have come. Of clients only, as the next.
-      events_descriptor: readable when an event may have come; -1 if there are none.
+      events_descriptor: readable when an event may have come; -1 for a link that is
+        up from the beginning, and ends with LinkEnded.
       session: of the client, at the server's end, once it has said HELLO.
       memory: blocks of the client, at the server's end; None if it can pass none.
-      cached: what a server found out about frames whose arrays lie in that memory.
+      cached: routing of frames whose arrays lie in that memory, by their bytes.
     """
 
     descriptors: tuple[int, ...] = ()
@@ -130,7 +133,6 @@ class LocalLink(Link):
         self.memory = buffers.PeerMemory()
         self._lock = threading.Lock()  # Guards the next.
         self._backlog: deque[tuple[bytes, int]] = deque()  # With descriptors, or -1.
-        self._told = False  # Whether the event of a client's end was returned.
 
     def send(self, frame: bytes) -> bool:
         """Sends a frame, now or when the socket has room; False if that is over."""
@@ -168,11 +170,6 @@ class LocalLink(Link):
         if not data:
             raise LinkEnded
         return (data,)
-
-    def events(self) -> list[tuple[int, str]]:
-        """A client's end is there from the beginning."""
-        told, self._told = self._told, True
-        return [] if told else [(UP, "")]
 
     def flush(self) -> None:
         """Sends what waits, as far as the socket takes it."""
@@ -286,7 +283,7 @@ class LocalListener:
       addr: numeric, of the server.
       keys: of the run; None for a server without keys.
       max_bytes: of a frame.
-      poller: what the server's loop waits with.
+      selector: what the server's loop waits with; its data are handlers of events.
       on_frame: called with a link and each frame that came.
       on_end: called with a link that has ended.
 
@@ -299,17 +296,19 @@ class LocalListener:
         addr: str,
         keys: auth.Keys | None,
         max_bytes: int,
-        poller: Poller,
+        selector: selectors.BaseSelector,
         on_frame: OnFrame,
         on_end: Callable[[Link], None],
     ):
         self._key = auth.local_key(keys)
         self._max_bytes = max_bytes
-        self._poller = poller
+        self._selector = selector
         self._on_frame = on_frame
         self._on_end = on_end
         self._unknown: dict[int, tuple[sockets.socket, float]] = {}
-        self._links: set[LocalLink] = set()
+        # With what handles their events. The lock guards them in the selector, too.
+        self._links: dict[LocalLink, Callable[[int], None]] = {}
+        self._lock = threading.Lock()
         self.name = _local_name(addr, self._key)
         self._socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
         try:
@@ -319,7 +318,7 @@ class LocalListener:
             self._socket.close()
             raise
         self._socket.setblocking(False)
-        poller.add(self._socket.fileno(), self._accept)
+        selector.register(self._socket, READ, self._accept)
 
     def expire(self) -> None:
         """Closes connections that have not proved in time that they have the key."""
@@ -330,7 +329,7 @@ class LocalListener:
 
     def close(self) -> None:
         """Closes everything."""
-        self._poller.remove(self._socket.fileno())
+        self._selector.unregister(self._socket)
         self._socket.close()
         for connection, _ in list(self._unknown.values()):
             self._forget(connection).close()
@@ -340,10 +339,12 @@ class LocalListener:
 
     def discard(self, link: Link) -> None:
         """Closes a link, if it is one of these."""
-        if isinstance(link, LocalLink) and link in self._links:
-            self._links.discard(link)
-            self._poller.remove(link.fileno)
-            link.close()
+        with self._lock:
+            if not isinstance(link, LocalLink) or link not in self._links:
+                return
+            del self._links[link]
+            self._selector.unregister(link.fileno)
+        link.close()
 
     def _accept(self, _: int) -> None:
         while True:
@@ -365,11 +366,10 @@ class LocalListener:
             except OSError:
                 connection.close()
                 continue
-            descriptor = connection.fileno()
             deadline = time.monotonic() + PROVE_SECONDS
-            self._unknown[descriptor] = (connection, deadline)
+            self._unknown[connection.fileno()] = (connection, deadline)
             check = functools.partial(self._check, connection, nonce)
-            self._poller.add(descriptor, check)
+            self._selector.register(connection, READ, check)
 
     def _check(self, connection: sockets.socket, nonce: bytes, _: int) -> None:
         """Lets a connection in that proves to have the key."""
@@ -381,21 +381,22 @@ class LocalListener:
             packet = b""
         self._forget(connection)
         theirs, proof = packet[:_NONCE_BYTES], packet[_NONCE_BYTES:]
+        expected = auth.prove(self._key, b"client", nonce, theirs)
         try:
-            if not hmac.compare_digest(
-                proof, auth.prove(self._key, b"client", nonce, theirs)
-            ):
+            if not hmac.compare_digest(proof, expected):
                 raise OSError("A local connection did not prove that it has the key.")
             connection.send(auth.prove(self._key, b"server", nonce, theirs))
         except OSError:
             connection.close()
             return
         link = LocalLink(connection, self._max_bytes, self._blocked)
-        self._links.add(link)
-        self._poller.add(link.fileno, functools.partial(self._ready, link))
+        ready = self._links[link] = functools.partial(self._ready, link)
+        self._selector.register(link.fileno, READ, ready)
 
     def _ready(self, link: LocalLink, events: int) -> None:
-        if events & select.POLLOUT:
+        if link not in self._links:
+            return  # It was discarded after the selector had found it ready.
+        if events & WRITE:
             link.flush()
         try:
             for frame in link.receive():
@@ -405,15 +406,14 @@ class LocalListener:
             self._on_end(link)
 
     def _blocked(self, link: LocalLink, blocked: bool) -> None:
-        events = select.POLLIN | (select.POLLOUT if blocked else 0)
-        try:
-            self._poller.modify(link.fileno, events)
-        except OSError:
-            pass  # It was closed meanwhile.
+        events = READ | WRITE if blocked else READ
+        with self._lock:
+            if link in self._links:
+                self._selector.modify(link.fileno, events, self._links[link])
 
     def _forget(self, connection: sockets.socket) -> sockets.socket:
         del self._unknown[connection.fileno()]
-        self._poller.remove(connection.fileno())
+        self._selector.unregister(connection)
         return connection
 
 

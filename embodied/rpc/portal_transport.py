@@ -23,23 +23,25 @@ from __future__ import annotations
 import importlib
 import logging
 import secrets
+import selectors
 import socket
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from embodied.rpc import auth, wire
 from embodied.rpc.batching import BatchServer
 from embodied.rpc.client import Client
-from embodied.rpc.links import DOWN, MESSAGE_SLACK, UP, Link, OnFrame
+from embodied.rpc.links import MESSAGE_SLACK, READ, Link, LinkEnded, OnFrame
 from embodied.rpc.server import Server, make_welcome
 from embodied.rpc.sessions import CLIENT_BYTES, MAX_INFLIGHT, make_hello
-from embodied.rpc.threads import Poller, Wakeup
+from embodied.rpc.threads import Wakeup
 
+CONNECT_SECONDS = 1.0  # Until a client's connection is given up, and tried again.
 LOOK_AROUND = 1.0  # Seconds: portal's thread tells nobody of its failure.
 LAST_REPLIES = 2.0  # Seconds that a closing server gives replies on their way.
 SEND_TRIES = 100
@@ -78,14 +80,18 @@ class PortalClient(Client):
         kwargs |= {"keys": None, "insecure": True, "link": "remote"}
         super().__init__(addr, *args, **kwargs)
 
-    def _open_link(self) -> Link:
-        return ConnectLink(self.addr, self.name)
+    def _open_link(self) -> Link | None:
+        link = ConnectLink(self.addr, self.name)
+        if link.connect():
+            return link
+        link.close()
+        return None
 
 
 class ConnectLink(Link):
-    """A client's end, which connects, and connects again, by itself.
+    """A client's end of one connection.
 
-    Portal's thread calls `_tell` and `_received`. An exception in it would end the
+    Portal's thread calls `_lost` and `_received`. An exception in it would end the
     process, so none leaves these two.
     """
 
@@ -93,11 +99,9 @@ class ConnectLink(Link):
         super().__init__()
         self._portal = import_portal()
         self._codec = wire.Codec()
-        self._frames: deque[bytes] = deque()
-        self._happened: deque[tuple[int, str]] = deque()
-        self._arrived, self._changed = Wakeup(), Wakeup()
+        self._frames: deque[bytes | None] = deque()  # None is the end.
+        self._arrived = Wakeup()
         self.descriptors = (self._arrived.fileno(),)
-        self.events_descriptor = self._changed.fileno()
         host, port = auth.parse_address(addr)
         self._socket = self._portal.ClientSocket(
             f"{host.strip('[]')}:{port}",
@@ -109,9 +113,12 @@ class ConnectLink(Link):
             max_recv_queue=2 * MAX_INFLIGHT,
         )
         self._socket.callbacks_recv.append(self._received)
-        self._socket.callbacks_conn.append(lambda: self._tell(UP))
-        self._socket.callbacks_disc.append(lambda: self._tell(DOWN))
+        self._socket.callbacks_disc.append(lambda: self._put(None))
         self._socket.start()
+
+    def connect(self) -> bool:
+        """Waits for the server, not for long; True if it is there."""
+        return self._socket.connect(CONNECT_SECONDS)
 
     def send(self, frame: bytes) -> bool:
         """Sends a call; greetings are answered here, as if a server had."""
@@ -119,16 +126,14 @@ class ConnectLink(Link):
         if message.kind == wire.HELLO:
             # Another server each time, since nobody knows: see the top.
             welcome = make_welcome(secrets.token_hex(8), self._codec.max_bytes)
-            self._frames.append(self._codec.control(wire.WELCOME, welcome))
-            self._arrived.set()
+            self._put(self._codec.control(wire.WELCOME, welcome))
         if message.kind != wire.CALL:
             return True
-        spec, rows = message.spec, message.rows
-        name = (f"{spec.method}:{rows}" if rows else spec.method).encode()
-        data = self._portal.pack(to_portal(wire.message_tree(message)))
+        name = message.spec.method + (f":{message.rows}" if message.rows else "")
+        data = self._portal.pack(to_portal(message.data()))
         try:
-            head = _HEAD.pack(message.seq, len(name))
-            self._socket.send(b"".join((head, name, *data)), timeout=0)
+            head = _HEAD.pack(message.seq, len(name.encode()))
+            self._socket.send(b"".join((head, name.encode(), *data)), timeout=0)
         except (self._portal.Disconnected, TimeoutError):
             return False  # The connection is just lost.
         return True
@@ -136,24 +141,19 @@ class ConnectLink(Link):
     def receive(self) -> list[bytes]:
         """Returns the answers that came."""
         self._arrived.clear()
-        return [self._frames.popleft() for _ in range(len(self._frames))]
-
-    def events(self) -> list[tuple[int, str]]:
-        """Returns what happened to the connection since the last call."""
-        self._changed.clear()
-        return [self._happened.popleft() for _ in range(len(self._happened))]
+        frames = [self._frames.popleft() for _ in range(len(self._frames))]
+        if None in frames:
+            raise LinkEnded
+        return cast(list[bytes], frames)
 
     def close(self) -> None:
         """Ends portal's thread, and frees the descriptors."""
         self._socket.close()
         self._arrived.close()
-        self._changed.close()
 
-    # Portal's thread.
-
-    def _tell(self, event: int) -> None:
-        self._happened.append((event, ""))
-        self._changed.set()
+    def _put(self, frame: bytes | None) -> None:
+        self._frames.append(frame)
+        self._arrived.set()
 
     def _received(self, data: memoryview) -> None:
         self._socket.recvq.get_nowait()  # Portal queues what it calls back with.
@@ -164,10 +164,9 @@ class ConnectLink(Link):
                 kind, tree = wire.ERROR, decode_error(status, payload)
             else:
                 kind, tree = wire.REPLY, from_portal(self._portal.unpack(payload))
-            structure, arrays, values = wire.flatten(tree)
-            spec = self._codec.spec("", structure)
-            self._frames.append(self._codec.encode(kind, number, spec, values, arrays))
-            self._arrived.set()
+            self._put(
+                self._codec.encode(kind, number, *self._codec.flatten("", [tree]))
+            )
         except Exception:
             log.exception("An answer of a portal server could not be handled.")
 
@@ -195,7 +194,7 @@ class PortalServer(Server):
 
     def _listen(self) -> list[Any]:
         listener = PortalListener(
-            self, self._codec, self._poller, self._receive, self._statistics.reject
+            self, self._codec, self._selector, self._receive, self._statistics.reject
         )
         allowed = "" if self._open_to_all else ", so it is a loopback address"
         note = "%s: portal has no authentication: everyone who reaches %s may call%s."
@@ -217,14 +216,14 @@ class PortalListener:
         self,
         server: Server,
         codec: wire.Codec,
-        poller: Poller,
+        selector: selectors.BaseSelector,
         on_frame: OnFrame,
         reject: Callable[[str, str], None],
     ):
         self.portal = import_portal()
         self._addr, self._name = server.addr, server.name
         self.codec = codec
-        self._poller = poller
+        self._selector = selector
         self.on_frame = on_frame
         self._reject = reject
         self._links: dict[Any, AcceptedLink] = {}  # By connection.
@@ -232,7 +231,7 @@ class PortalListener:
         self._arrived = Wakeup()
         self._closing = threading.Event()
         self._socket = self._open()
-        poller.add(self._arrived.fileno(), self._receive)
+        selector.register(self._arrived.fileno(), READ, self._receive)
         self._thread = threading.Thread(
             target=self._run, name=f"{server.name}-portal", daemon=True
         )
@@ -259,7 +258,7 @@ class PortalListener:
         self._thread.join()
         self._socket.shutdown()
         self._socket.close(LAST_REPLIES)
-        self._poller.remove(self._arrived.fileno())
+        self._selector.unregister(self._arrived.fileno())
         self._arrived.close()
 
     def send(self, connection: Any, *message: bytes | memoryview) -> bool:
@@ -367,16 +366,13 @@ class AcceptedLink(Link):
             raise wire.WireError(self._refusal)
         limit = self._codec.max_bytes
         method, rows, arguments = decode_call(self._listener.portal, data, limit)
-        structure, arrays, values = wire.flatten(tuple(arguments))
-        spec = self._codec.spec(method, structure)
+        spec, arrays = self._codec.flatten(method, arguments)
         if spec.nbytes > limit:
             raise wire.WireError(f"{spec.nbytes} bytes are more than {limit}")
         seq, others = self._next, list(self._numbers)
         self._next += 1
         self._numbers[seq] = bytes(data[:8])
-        frame = self._codec.encode(
-            wire.CALL, seq, spec, values, arrays, rows, open=others
-        )
+        frame = self._codec.encode(wire.CALL, seq, spec, arrays, rows, open=others)
         if self.welcome:
             self._listener.on_frame(self, frame)
         else:
@@ -385,7 +381,7 @@ class AcceptedLink(Link):
     def send(self, frame: bytes) -> bool:
         """Sends an answer; what else servers say is handled here."""
         message = self._codec.decode(frame)
-        tree = wire.message_tree(message)
+        tree = message.value()
         if message.seq == wire.NO_CALL:
             self._control(message.kind, tree)
             return True
@@ -454,7 +450,7 @@ def decode_error(status: int, payload: memoryview) -> dict[str, str]:
 def to_portal(tree: Any) -> Any:
     """Puts what portal cannot carry into frames of our own; the rest stays as it is.
 
-    The tree must be one that `wire.flatten` accepts.
+    The tree must be one that can be sent.
     """
     if isinstance(tree, dict):
         return {key: to_portal(value) for key, value in tree.items()}
@@ -467,17 +463,14 @@ def to_portal(tree: Any) -> Any:
             return array
     elif tree not in ("", b""):
         return tree
-    structure, arrays, values = wire.flatten(tree)
-    codec = wire.Codec()
-    spec = codec.spec("", structure)
-    return {_ESCAPE: codec.encode(wire.REPLY, 0, spec, values, arrays)}
+    return {_ESCAPE: wire.Codec().control(wire.REPLY, tree)}
 
 
 def from_portal(tree: Any) -> Any:
     """Undoes `to_portal`; tuples and plain numbers stay lists and arrays."""
     if isinstance(tree, dict):
         if tree.keys() == {_ESCAPE}:
-            return wire.message_tree(wire.Codec().decode(bytes(tree[_ESCAPE])))
+            return wire.Codec().decode(bytes(tree[_ESCAPE])).value()
         return {key: from_portal(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return [from_portal(value) for value in tree]

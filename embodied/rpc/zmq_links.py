@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import resource
+import selectors
+import socket as sockets
 import threading
 import time
 import weakref
@@ -19,16 +21,18 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from embodied.rpc import auth, buffers
-from embodied.rpc.links import DOWN, MESSAGE_SLACK, REFUSED, UP, Link, OnFrame
-from embodied.rpc.threads import Poller, Wakeup
+from embodied.rpc.links import DOWN, MESSAGE_SLACK, READ, REFUSED, UP, Link, OnFrame
+from embodied.rpc.threads import Wakeup
 
 HANDSHAKE_MS = 5_000  # A connection that does not identify itself by then is closed.
 SEND_QUEUE = 512  # Messages; above what well-behaved clients can have in flight.
 
-# Handshakes that fail without a reason: the keys do not match, or the connection is
-# cut again and again. So many in a row, over so many seconds, count as the former; from
-# a server whose keys did match before, they have to go on for longer.
+# Handshakes that fail without a reason: the keys do not match, the connection is cut
+# again and again, or something accepts it in place of a server that is not up yet. So
+# many in a row, over so many seconds, make it worth asking who is there; from a server
+# whose keys did match before, they have to go on for longer.
 FAILED_HANDSHAKES = 8
+GREETING_SECONDS = 1.0  # In which a ZeroMQ server sends its first bytes.
 FAILED_SECONDS, FAILED_SECONDS_IF_KNOWN = 4.0, 60.0
 
 # As plain integers: pyzmq's enums cost a microsecond at each use.
@@ -129,7 +133,7 @@ class RouterListener:
       addr: numeric, to listen at.
       keys: of the run; None for a server that is open to everyone.
       max_bytes: of a frame.
-      poller: what the server's loop waits with.
+      selector: what the server's loop waits with; its data are handlers of events.
       on_frame: called with a link and each frame that came.
       reject: called with the reason and a text for messages that are none of ours.
 
@@ -142,11 +146,11 @@ class RouterListener:
         addr: str,
         keys: auth.Keys | None,
         max_bytes: int,
-        poller: Poller,
+        selector: selectors.BaseSelector,
         on_frame: OnFrame,
         reject: Callable[[str, str], None],
     ):
-        self._poller = poller
+        self._selector = selector
         self._on_frame = on_frame
         self._reject = reject
         # Kept by the sessions of clients that have said HELLO.
@@ -163,14 +167,14 @@ class RouterListener:
             raise
         self._socket = LockedSocket(socket)
         if self._gate:
-            poller.add(self._gate.fileno, self._gate.handle)
+            selector.register(self._gate.fileno, READ, self._gate.handle)
         for descriptor in (self._socket.fileno, self._socket.wakeup.fileno()):
-            poller.add(descriptor, self._receive)
+            selector.register(descriptor, READ, self._receive)
 
     @property
     def refused(self) -> int:
         """Handshakes with keys that are not allowed."""
-        return sum(self._gate.refused.values()) if self._gate else 0
+        return self._gate.refused if self._gate else 0
 
     def expire(self) -> None:
         """Does nothing: libzmq closes connections that do not identify themselves."""
@@ -181,10 +185,10 @@ class RouterListener:
     def close(self) -> None:
         """Sends the last replies, and ends."""
         for descriptor in (self._socket.fileno, self._socket.wakeup.fileno()):
-            self._poller.remove(descriptor)
+            self._selector.unregister(descriptor)
         self._socket.close()
         if self._gate:
-            self._poller.remove(self._gate.fileno)
+            self._selector.unregister(self._gate.fileno)
             self._gate.close()
         self._context.destroy(linger=500)
 
@@ -213,6 +217,7 @@ class DealerLink(Link):
 
     def __init__(self, addr: str, identity: bytes, keys: auth.Keys | None):
         super().__init__()
+        self._addr = addr
         self._known = False  # Whether the keys have ever matched.
         self._failed = 0  # Handshakes in a row.
         self._failing_since = 0.0
@@ -276,8 +281,27 @@ class DealerLink(Link):
             self._failing_since = now
         self._failed += 1
         seconds = FAILED_SECONDS_IF_KNOWN if self._known else FAILED_SECONDS
-        enough = now - self._failing_since >= seconds
-        return enough and self._failed >= FAILED_HANDSHAKES
+        if now - self._failing_since < seconds or self._failed < FAILED_HANDSHAKES:
+            return False
+        # A server that cannot read a handshake, since it was meant for another key,
+        # closes the connection without a word, but it has greeted before. A proxy
+        # whose server is not up yet does not greet.
+        return _is_zmq_server(self._addr)
+
+
+def _is_zmq_server(addr: str) -> bool:
+    """Returns whether ZeroMQ greets whoever connects to an address (ZMTP 3)."""
+    host, port = auth.parse_address(addr)
+    greeting = b""
+    try:
+        with sockets.create_connection(
+            (host.strip("[]"), port), GREETING_SECONDS
+        ) as connection:
+            while len(greeting) < 10 and (data := connection.recv(64)):
+                greeting += data
+    except OSError:
+        return False
+    return greeting[:1] == b"\xff" and greeting[9:10] == b"\x7f"
 
 
 def _contents(frame: zmq.Frame) -> Any:
