@@ -73,7 +73,7 @@ def run_rollout(config: elements.Config) -> None:
 
 def run_train(config: elements.Config, make: MakeEnv = make_env) -> None:
     """Trains in this process, and prints what was done and where it lies."""
-    agent = _begin(config, "Training in", "saves and stops", _agent_maker(make))
+    agent = _begin(config, "Training in", "saves and stops", env=make)
     replay, _, env, _, stream, logger = _factories(config, make)
     args = make_args(config)
     result = train(lambda: agent, replay, env, stream, logger, args)
@@ -87,7 +87,7 @@ def run_train_eval(config: elements.Config, make: MakeEnv = make_env) -> None:
             "run.eval_envs: expected at least 1 for --script train_eval, got 0. "
             "Without evaluation, use --script train."
         )
-    agent = _begin(config, "Training in", "saves and stops", _agent_maker(make))
+    agent = _begin(config, "Training in", "saves and stops", env=make)
     result = train_eval(lambda: agent, *_factories(config, make), make_args(config))
     print(texts.summary(config, result))
 
@@ -242,11 +242,6 @@ class _NoReplay:
         """Forgets the step."""
 
 
-def _agent_maker(make: MakeEnv) -> Callable[[elements.Config], Agent]:
-    """Returns `make_agent` for environments of `make`."""
-    return lambda config: make_agent(config, make_spaces(config, make))
-
-
 def _factories(
     config: elements.Config, make: MakeEnv = make_env
 ) -> tuple[Make, Make, Make, Make, Make, Make]:
@@ -266,8 +261,17 @@ def _begin(
     doing: str,
     interrupt: str,
     make: Make = make_agent,
+    env: MakeEnv = make_env,
 ) -> Agent:
-    """Makes the agent, prepares the logdir and prints what is being done."""
+    """Makes the agent, prepares the logdir and prints what is being done.
+
+    Args:
+      config: of the program.
+      doing: for the line that is printed.
+      interrupt: what Ctrl-C does.
+      make: makes the agent from the configuration and spaces.
+      env: makes the environments that have these spaces.
+    """
     if config.replicas > 1:
         raise ConfigError(
             f"replicas: expected 1 for --script {config.script}, which runs on one "
@@ -280,7 +284,7 @@ def _begin(
     if writes:
         check_logdir(config)
     check_outputs(config)
-    agent = make(config, make_spaces(config))
+    agent = make(config, make_spaces(config, env))
     # Not before: what cannot be made should not claim the logdir.
     if writes:
         prepare_logdir(config)
