@@ -265,6 +265,8 @@ def check_left(site: Site, record: Record) -> None:
     )
     problems, recent = audit.check_leftovers(site.logdir, started)
     record.counts["left_until_next_start"] += recent
+    if recent:
+        fail(record, site, f"{recent} files of killed roles are left")
     for problem in problems:
         fail(record, site, problem)
 
