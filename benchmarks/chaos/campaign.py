@@ -48,10 +48,11 @@ ENDING = 12.0  # Seconds that the end of a run and its audit take.
 LONGEST = 150.0  # Seconds of one run.
 # Samples by which training and collecting may differ at any moment: what the limiter
 # tolerates, batches and steps on their way, and what comes before training begins.
-IN_BETWEEN = 2 * (4 * BATCH + 6 * BATCH + 5 * RATIO * ENVS) + BATCH * LENGTH
+IN_BETWEEN = int(2 * (4 * BATCH + 6 * BATCH + 5 * RATIO * ENVS) + BATCH * LENGTH)
 # Samples by which that may change when a role goes back to a save without the others:
-# its counts were as far apart then as they may be at any moment.
-DRIFT = IN_BETWEEN / 2
+# counts of the replay were as far apart then as they may be at any moment; of an agent,
+# steps on their way reach one of replay and logger and not the other.
+DRIFT = collections.Counter(replay=IN_BETWEEN // 2, agent=int(5 * RATIO * ENVS))
 LATE = 10.0  # Seconds that a save may take, or wait for a busy machine.
 # Faults that keep a run from saving, or take its last save.
 WITHOUT_SAVES = ("fill_disk", "damage_file")
@@ -342,9 +343,9 @@ def check_ratio(
     ahead = BATCH * found["updates"] - RATIO * found["step"]
     both = audit.lost_together(site.windows, "agent", "replay")
     lost = sum(audit.made_within(traces, training, *window) for window in both)
-    kills = sum(len({"agent", "replay"} & set(window.roles)) for window in site.windows)
-    most = IN_BETWEEN + DRIFT * kills + RATIO * alone["logger"]
-    least = IN_BETWEEN + DRIFT * kills + RATIO * lost
+    drift = sum(DRIFT[role] for window in site.windows for role in window.roles)
+    most = IN_BETWEEN + drift + RATIO * alone["logger"]
+    least = IN_BETWEEN + drift + RATIO * lost
     record.raise_to(
         samples_ahead=ahead, samples_behind=-ahead, samples_may_be_behind=least
     )
