@@ -95,7 +95,8 @@ def _to_int(value: Any) -> int | None:
     return whole if whole == number and abs(whole) < LARGEST_INTEGER else None
 
 
-def _to_float(value: Any) -> float | None:
+def to_float(value: Any) -> float | None:
+    """Returns the number that a value or text is; None if it is none."""
     if isinstance(value, bool):
         return None
     try:
@@ -107,6 +108,6 @@ def _to_float(value: Any) -> float | None:
 _CONVERTERS: dict[type, Callable[[Any], Any]] = {
     bool: _to_bool,
     int: _to_int,
-    float: _to_float,
+    float: to_float,
     str: str,
 }
