@@ -154,16 +154,16 @@ def _apply_file(values: Values, name: str) -> None:
     Of a run's, those are left out that another run must not share with it, and those
     that this version does not have any more.
     """
-    before = len(values.problems)
+    path, before = pathlib.Path(name).expanduser(), len(values.problems)
     try:
-        content = _read_file(pathlib.Path(name).expanduser())
+        content = _read_file(path)
     except ValueError as error:
         values.problems.append(f"--configs {name}: {error}")
         return
-    of_run = set(content) >= RUN_KEYS
+    if set(content) >= RUN_KEYS:
+        _apply_run(values, path, without=NOT_REPEATED)
+        content = {}
     for key, value in flatten(content).items():
-        if of_run and (key in NOT_REPEATED or key not in values.flat):
-            continue
         if value is None:
             values.problems.append(f"{key}: expected a value, got none.")
         else:
