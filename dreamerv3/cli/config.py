@@ -9,26 +9,24 @@
 from __future__ import annotations
 
 import dataclasses
-import decimal
-import math
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import elements
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from dreamerv3.cli.conversion import check, convert
 from dreamerv3.cli.schema import (
     CONFIGS,
     OPEN_GROUPS,
     Flat,
     combination_problems,
     nearest,
-    read_keys,
 )
 from dreamerv3.cli.task_origin import find_task_problem
 from embodied.run.settings import RunSettings
@@ -47,9 +45,6 @@ RUN_KEYS = {"logdir", "replica", "script", "task"}  # Every run has written thes
 
 HELP = "`dreamerv3 --help all` lists all keys."
 CONFIG_FILES = (".yaml", ".yml")
-LARGEST_INTEGER = 2**63
-LARGEST_ORDER = 18  # Powers of ten.
-MEANT = {"gpu": "cuda"}  # Names that people use for values that are not like them.
 
 _IS_PATTERN = re.compile(r"[^A-Za-z0-9_.-]")
 
@@ -167,16 +162,16 @@ def _apply_file(values: Values, name: str) -> None:
     Of a run's, those are left out that another run must not share with it, and those
     that this version does not have any more.
     """
-    before = len(values.problems)
+    path, before = pathlib.Path(name).expanduser(), len(values.problems)
     try:
-        content = _read_file(pathlib.Path(name).expanduser())
+        content = _read_file(path)
     except ValueError as error:
         values.problems.append(f"--configs {name}: {error}")
         return
-    of_run = set(content) >= RUN_KEYS
+    if set(content) >= RUN_KEYS:
+        _apply_run(values, path, without=NOT_REPEATED)
+        content = {}
     for key, value in flatten(content).items():
-        if of_run and (key in NOT_REPEATED or key not in values.flat):
-            continue
         if value is None:
             values.problems.append(f"{key}: expected a value, got none.")
         else:
@@ -366,9 +361,9 @@ class Values:
             return
         for key in keys:
             try:
-                value = _convert(key, self._defaults[key], values)
+                value = convert(key, self._defaults[key], values)
                 value = (*added, *value) if isinstance(value, tuple) else value
-                _check(key, value)
+                check(key, value)
             except ValueError as error:
                 self.problems.append(f"{key}: {error}")
             else:
@@ -427,91 +422,3 @@ def _find_keys(flat: Flat, name: str) -> list[str]:
     if not keys:
         raise ValueError(f"the pattern matches no key as a whole.{hint} {HELP}")
     return keys
-
-
-def _check(key: str, value: Any) -> None:
-    rule = read_keys()[key].rule
-    if not rule or rule.accepts(value):
-        return
-    items = value if isinstance(value, tuple) else (value,)
-    near = [
-        nearest(MEANT.get(str(item), str(item)), rule.names)
-        for item in items
-        if item not in rule.names
-    ]
-    hint = next((f" Did you mean {name}?" for name in near if name), "")
-    shown = list(value) if isinstance(value, tuple) else value
-    raise ValueError(f"expected {rule.allowed}, got {shown!r}.{hint}")
-
-
-def _convert(key: str, default: Any, values: Sequence[Any]) -> Any:
-    """Converts values to the type of a key's default."""
-    if isinstance(default, tuple):
-        if len(values) == 1 and isinstance(values[0], str):
-            values = values[0].split(",")
-        if not values:
-            raise ValueError(f"expected {_expected(key, default)}, got no value.")
-        return tuple(_convert(key, default[0], [value]) for value in values)
-    if len(values) != 1:
-        shown = " ".join(map(str, values)) or "no value"
-        raise ValueError(f"expected {_expected(key, default)}, got {shown}.")
-    value, rule = values[0], read_keys()[key].rule
-    word = rule.word if rule else ""
-    if word and value == word:
-        return value
-    result = _CONVERTERS[int if word else type(default)](value)
-    infinite = isinstance(result, float) and not math.isfinite(result)
-    if result is None or (infinite and not (math.isinf(default) and result > 0)):
-        raise ValueError(f"expected {_expected(key, default)}, got {value!r}.")
-    return result
-
-
-def _expected(key: str, default: Any) -> str:
-    """Returns the values that a key takes, for values that are not of its type."""
-    item = default[0] if isinstance(default, tuple) else default
-    words = {bool: "True or False", int: "a whole number", float: "a number"}
-    word = words.get(type(item), "one value")
-    if isinstance(item, float) and math.isinf(item):
-        word += " or inf"
-    if isinstance(default, tuple):
-        word = "one or more values"
-    rule = read_keys()[key].rule
-    if rule and rule.word:
-        return rule.allowed
-    return f"{word}, {rule.allowed}" if rule else word
-
-
-def _to_bool(value: Any) -> bool | None:
-    return {"true": True, "false": False}.get(str(value).lower())
-
-
-def _to_int(value: Any) -> int | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        # Exact also for 1e18, where a float is not.
-        number = decimal.Decimal(str(value).strip())
-    except decimal.InvalidOperation:
-        return None
-    # The order of magnitude first: 1e999999999 would fill the memory as an integer.
-    if not number.is_finite() or number.adjusted() > LARGEST_ORDER:
-        return None
-    whole = int(number)
-    return whole if whole == number and abs(whole) < LARGEST_INTEGER else None
-
-
-def _to_float(value: Any) -> float | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
-
-
-_CONVERTERS: dict[type, Callable[[Any], Any]] = {
-    bool: _to_bool,
-    int: _to_int,
-    float: _to_float,
-    str: str,
-}

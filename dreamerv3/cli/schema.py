@@ -45,8 +45,6 @@ SHARED_ADDRESSES = {
 SMALLEST_MAP, LARGEST_MAP = 3, 16  # Sides of the smallest feature map of an image.
 
 FILLED_IN = ("{timestamp}", "{task}", "{seed}")  # In the name of a logdir.
-
-_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]*://"
 _LINE = re.compile(r"( *)([^\s:#][^:]*):(?: (.*?))?(?:(?:^| +)# (.*))?")
 _INDENT = 2  # Spaces per level in configs.yaml.
 
@@ -292,20 +290,16 @@ def combination_problems(flat: Flat) -> list[str]:
 
 def _logdir(flat: Flat) -> Iterator[str]:
     logdir = flat["logdir"]
-    if re.match(_SCHEME, logdir):
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", logdir):
         yield (
-            f"logdir: expected a folder of this machine, got {logdir!r}. Storage "
-            "behind a URL is not supported: a save needs a file system that renames "
-            "and syncs files. Mount it, or copy the folder when the run has ended."
+            f"logdir: expected a folder of this machine, got {logdir!r}. Saves need a "
+            "file system: mount it, or copy the folder when the run has ended."
         )
-    for name in re.findall(r"\{\w*\}", logdir):
-        if name not in FILLED_IN:
-            near = nearest(name, FILLED_IN)
-            hint = f" Did you mean {near}?" if near else ""
-            yield (
-                f"logdir: expected only {', '.join(FILLED_IN)} in braces, which are "
-                f"filled in, got {logdir!r}.{hint}"
-            )
+    if set(re.findall(r"\{\w*\}", logdir)) - set(FILLED_IN):
+        yield (
+            f"logdir: expected only {', '.join(FILLED_IN)} in braces, which are filled "
+            f"in, got {logdir!r}."
+        )
 
 
 def _task(flat: Flat) -> Iterator[str]:
@@ -313,10 +307,9 @@ def _task(flat: Flat) -> Iterator[str]:
     suite, _, name = task.partition("_")
     if suite not in registry.SUITES and ":" not in task:
         near = nearest(suite, registry.SUITES)
-        meant = f"{near}_{name or 'NAME'}" if near else ""
+        hint = f" Did you mean {near}_{name or 'NAME'}?" if near else ""
         if re.search(r"-v\d+$", task):  # As ids of Gymnasium end.
-            meant = f"gym_{task}"
-        hint = f" Did you mean {meant}?" if meant else ""
+            hint = f" Did you mean gym_{task}?"
         yield (
             f"task: expected SUITE_NAME with one of the suites "
             f"{', '.join(sorted(registry.SUITES))}, or your own package.module:Name, "

@@ -72,7 +72,6 @@ MISTAKES = {
         "--logdir runs/{tsk}",
         "{task}",
         "got 'runs/{tsk}'",
-        "{task}?",
     ),
     # Combinations.
     "suite": ("--task dumy_disc", "task", "dummy, ", "'dumy_disc'", "dummy_disc?"),

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-import pty
-import re
-import select
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
+from terminal_testing import drawn_lines, run_on_terminal, without_codes
 
 from embodied.logger import Logger, TerminalOutput
 
@@ -155,14 +152,12 @@ class FakeTerminal(io.StringIO):
         return True
 
 
-def shown(stream):
-    """Returns the text on a terminal without control codes."""
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-
-
 def lines(stream):
-    """Returns the lines that a terminal had, also those that were drawn over."""
-    return [line.rstrip() for line in re.split("[\r\n]+", shown(stream)) if line]
+    return drawn_lines(stream.getvalue())
+
+
+def run_code(code):
+    return run_on_terminal([sys.executable, "-c", code])
 
 
 class TestLiveLine:
@@ -234,7 +229,7 @@ class TestLiveLine:
         output = TerminalOutput(stream=stream)
         output([(0, "a[/b]", np.array(1))])
         output.close()
-        assert "a[/b] 1" in shown(stream)
+        assert "a[/b] 1" in without_codes(stream.getvalue())
 
     def test_streams_are_restored_on_close(self):
         before = (sys.stdout, sys.stderr)
@@ -251,35 +246,6 @@ class TestLiveLine:
         stream = FakeTerminal()
         TerminalOutput(stream=stream, live=live)(scalars(1, a=1))
         assert stream.getvalue() == "step 1 | a 1\n"
-
-
-def run_on_terminal(code):
-    """Runs Python code on a real terminal and returns all that it showed."""
-    controller, terminal = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=environment,
-    )
-    os.close(terminal)
-    deadline = time.monotonic() + 60
-    data = b""
-    try:
-        while select.select([controller], [], [], deadline - time.monotonic())[0]:
-            try:
-                part = os.read(controller, 65536)
-            except OSError:  # Linux says so when the other end has closed.
-                part = b""
-            if not part:
-                break
-            data += part
-    finally:
-        os.close(controller)
-        process.wait(10)
-    return data.decode()
 
 
 PREAMBLE = """
@@ -303,7 +269,7 @@ HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 class TestRealTerminal:
     def test_prints_appear_above_the_status_and_the_cursor_comes_back(self):
-        text = run_on_terminal(PREAMBLE + "output.close()\nprint('the end')")
+        text = run_code(PREAMBLE + "output.close()\nprint('the end')")
         assert "a print from elsewhere" in text
         assert "an error from elsewhere" in text
         assert "13.5" in text[text.index("an error from elsewhere") :]
@@ -312,14 +278,14 @@ class TestRealTerminal:
 
     def test_the_cursor_is_there_also_while_the_line_is_shown(self):
         # Nobody could bring it back after SIGKILL.
-        text = run_on_terminal(PREAMBLE + "import os\nos.kill(os.getpid(), 9)")
+        text = run_code(PREAMBLE + "import os\nos.kill(os.getpid(), 9)")
         assert text.rindex(SHOW) > text.rindex(HIDE)
 
     def test_messages_of_other_processes_erase_the_line_first(self):
-        text = run_on_terminal(MESSAGE)
+        text = run_code(MESSAGE)
         assert "a message" in text.split("\r\x1b[K")[1]
 
     def test_the_cursor_comes_back_when_the_process_fails_without_closing(self):
-        text = run_on_terminal(PREAMBLE + "raise RuntimeError('a failure')")
+        text = run_code(PREAMBLE + "raise RuntimeError('a failure')")
         assert "a failure" in text
         assert text.rindex(SHOW) > text.rindex(HIDE)
