@@ -166,12 +166,9 @@ def init(
     """
     loops = {"scan": 1, "imagine": 1, **(unroll or {})}
     spaces = _observations(obs_space)
-    settings = dataclasses.replace(
-        _make_settings(config, replay_context, priority, loops["imagine"]),
-        decoded=tuple(key for key, _ in spaces),
-        extra_losses=extra_losses,
+    settings = _make_settings(
+        *(config, replay_context, priority, loops["imagine"], spaces, extra_losses)
     )
-    _check_scales(config["loss_scales"], extra_losses)
     actions = named_spaces(act_space, ("reset",))
     if not actions:
         raise ValueError("The agent expected at least one action beside reset.")
@@ -345,9 +342,15 @@ def as_key(seed: Array) -> Array:
 
 
 def _make_settings(
-    config: Mapping[str, Any], replay_context: int, priority: bool, unroll: int
+    config: Mapping[str, Any],
+    replay_context: int,
+    priority: bool,
+    unroll: int,
+    spaces: NamedSpaces,
+    extra_losses: ExtraLosses | None,
 ) -> AgentSettings:
     """Takes the settings from the `agent` block of the configuration."""
+    _check_scales(config["loss_scales"], extra_losses)
     same = (
         *("horizon", "contdisc", "imag_last", "imag_length", "ac_grads"),
         *("reward_grad", "repval_loss", "repval_grad", "eval_mode"),
@@ -365,6 +368,8 @@ def _make_settings(
         slow_every=config["slowvalue"]["every"],
         norms=Norms(*norms),
         opt=Optimizer(**config["opt"]),
+        decoded=tuple(key for key, _ in spaces),
+        extra_losses=extra_losses,
         **{name: config[name] for name in same},
     )
 
