@@ -166,12 +166,9 @@ def init(
     """
     loops = {"scan": 1, "imagine": 1, **(unroll or {})}
     spaces = _observations(obs_space)
-    settings = dataclasses.replace(
-        _make_settings(config, replay_context, priority, loops["imagine"]),
-        decoded=tuple(key for key, _ in spaces),
-        extra_losses=extra_losses,
+    settings = _make_settings(
+        *(config, replay_context, priority, loops["imagine"], spaces, extra_losses)
     )
-    _check_scales(config["loss_scales"], extra_losses)
     actions = named_spaces(act_space, ("reset",))
     if not actions:
         raise ValueError("The agent expected at least one action beside reset.")
@@ -241,23 +238,51 @@ def policy(
     """
     if mode not in ("train", "eval"):
         raise ValueError(f"policy expected mode train or eval, got {mode!r}.")
-    state_key, action_key = jax.random.split(as_key(seed))
     batch = obs["is_first"].shape[0]
-    action = action_vector(params.pol.spaces, carry["action"])
-    latent, _ = params.dyn.step(
-        {"deter": carry["deter"], "stoch": carry["stoch"]},
-        action,
-        params.enc(obs),
-        obs["is_first"],
-        params.dyn.noise(state_key, (batch,)),
-    )
-    dists = params.pol(features(latent))
+    noise = policy_noise(params, seed, batch)
     if mode == "eval" and params.settings.eval_mode == "mode":
-        actions = params.pol.mode(dists)
-    else:
-        actions = params.pol.sample(dists, params.pol.noise(action_key, (batch,)))
+        noise["action"] = None
+    latent, actions = policy_step(params, carry, obs, noise)
     outputs = pack_latent(latent) if params.settings.replay_context else {}
     return {**latent, "action": actions}, actions, outputs
+
+
+def policy_noise(
+    params: Model | PolicyNetworks, seed: Array, batch: int
+) -> dict[str, Any]:
+    """Draws the noise of a policy step: of the states, and of actions by key."""
+    state_key, action_key = jax.random.split(as_key(seed))
+    return {
+        "state": params.dyn.noise(state_key, (batch,)),
+        "action": params.pol.noise(action_key, (batch,)),
+    }
+
+
+def policy_step(
+    params: Model | PolicyNetworks,
+    carry: Carry,
+    obs: Mapping[str, Array],
+    noise: Mapping[str, Any],
+) -> tuple[Latent, dict[str, Array]]:
+    """Returns the new states, and actions [B, ...] by key.
+
+    Args:
+      params: networks.
+      carry: recurrent state and last action of each env.
+      obs: [B, ...] by key, `is_first` included.
+      noise: as `policy_noise` draws it; the most likely actions without `action`.
+    """
+    latent, _ = params.dyn.step(
+        {"deter": carry["deter"], "stoch": carry["stoch"]},
+        action_vector(params.pol.spaces, carry["action"]),
+        params.enc(obs),
+        obs["is_first"],
+        noise["state"],
+    )
+    dists = params.pol(features(latent))
+    if noise["action"] is None:
+        return latent, params.pol.mode(dists)
+    return latent, params.pol.sample(dists, noise["action"])
 
 
 def policy_params(model: Model) -> PolicyNetworks:
@@ -317,9 +342,15 @@ def as_key(seed: Array) -> Array:
 
 
 def _make_settings(
-    config: Mapping[str, Any], replay_context: int, priority: bool, unroll: int
+    config: Mapping[str, Any],
+    replay_context: int,
+    priority: bool,
+    unroll: int,
+    spaces: NamedSpaces,
+    extra_losses: ExtraLosses | None,
 ) -> AgentSettings:
     """Takes the settings from the `agent` block of the configuration."""
+    _check_scales(config["loss_scales"], extra_losses)
     same = (
         *("horizon", "contdisc", "imag_last", "imag_length", "ac_grads"),
         *("reward_grad", "repval_loss", "repval_grad", "eval_mode"),
@@ -337,6 +368,8 @@ def _make_settings(
         slow_every=config["slowvalue"]["every"],
         norms=Norms(*norms),
         opt=Optimizer(**config["opt"]),
+        decoded=tuple(key for key, _ in spaces),
+        extra_losses=extra_losses,
         **{name: config[name] for name in same},
     )
 

@@ -20,7 +20,7 @@ import elements
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from dreamerv3.cli.conversion import check, convert
+from dreamerv3.cli.conversion import check, convert, to_float
 from dreamerv3.cli.schema import (
     CONFIGS,
     OPEN_GROUPS,
@@ -382,7 +382,7 @@ class Values:
         typed = [_from_text(x) if isinstance(x, str) else x for x in values]
         value = typed[0] if len(typed) == 1 else tuple(typed)
         if group == "agent.loss_scales":
-            value = _to_float(value)
+            value = to_float(value)
             if value is None or not value >= 0:
                 self.problems.append(
                     f"{name}: expected a number of at least 0, got {values[0]!r}."

@@ -12,7 +12,12 @@ import numpy as np
 from dreamerv3.agent import make_algorithm, set_up_devices
 from embodied.base import Agent, Array, Spaces, Tree
 from embodied.jax import devices
-from embodied.jax.param_names import choose_arrays, flat_name, name_matches
+from embodied.jax.param_names import (
+    choose_arrays,
+    flat_name,
+    name_matches,
+    with_flat_params,
+)
 from embodied.jax.policy_runner import Parameters, PolicyRunner
 
 
@@ -98,6 +103,20 @@ class ActingAgent(Agent):
         values = [np.asarray(chosen[name]) for name in self._leaves]
         self._parameters.publish(devices.put(values, self._shardings))
         self._loaded = True
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Keys of the observations that acting reads."""
+        return tuple(self._algorithm.observations)
+
+    def params(self, data: Tree) -> Tree:
+        """Returns the networks of acting with the weights of a saved agent.
+
+        Errors are those of `load`.
+        """
+        shapes = jax.eval_shape(self._init, jax.random.key(self._seed))
+        empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        return with_flat_params(empty, self.weights(data))
 
     def weights(self, data: Tree, regex: str | None = None) -> dict[str, Array]:
         """Returns the weights that acting needs, in the dtypes that it uses.

@@ -19,6 +19,7 @@ import numpy as np
 
 from dreamerv3.cli.config import ConfigError, run_config
 from dreamerv3.cli.task_origin import find_task_problem
+from dreamerv3.policies.hub import is_hub, read_hub
 from dreamerv3.policies.spaces import spaces_from_tree
 from embodied import wrappers
 from embodied.base import Agent, Array, Env, Spaces, Tree
@@ -49,8 +50,8 @@ def load(
     optimiser.
 
     Args:
-      path: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it. The run's
-        `config.yaml` has to lie in its logdir.
+      path: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it, or what
+        `dreamerv3.export` wrote. The run's `config.yaml` has to lie in its logdir.
       mode: `eval` or `train`, which differ only with `agent.eval_mode mode`.
       batch: number of environments to act in at once; by default a single one, whose
         observations and actions have no batch axis.
@@ -81,7 +82,7 @@ def load(
         raise ValueError(
             f"load expected batch of at least 1, or None, got {brief(batch)}."
         )
-    saved = read_agent(path)
+    saved = read_hub(path) if is_hub(path) else read_agent(path)
     config = run_config(saved.logdir)
     if sample is not None:
         mode = "eval"

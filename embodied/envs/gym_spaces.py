@@ -218,7 +218,7 @@ class _Reshape:
 
 
 def _is_board(space: Space) -> bool:
-    """Whether it is a small field of classes, which agents would take for an image."""
+    """Finds small fields of classes, which agents would take for images."""
     return len(space.shape) == 2 and space.dtype == np.uint8
 
 

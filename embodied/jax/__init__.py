@@ -1,4 +1,4 @@
-"""What any agent in JAX needs: devices, compiled steps, networks, optimiser."""
+"""Building blocks of agents in JAX: devices, compiled steps, networks, optimiser."""
 
 from typing import Any
 

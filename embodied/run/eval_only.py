@@ -125,10 +125,7 @@ def eval_only(
       CheckpointError: `from_checkpoint` is not given, or there is no checkpoint, or
         the results cannot be written.
     """
-    if not args.from_checkpoint:
-        raise CheckpointError(
-            "run.from_checkpoint: expected the logdir of a run to evaluate, got ''."
-        )
+    _check_source(args)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(STOPPING))
         agent = make_agent()
@@ -138,12 +135,9 @@ def eval_only(
         logger = stack.enter_context(contextlib.closing(make_logger()))
         logger.step.load(step)
         amount = args.eval_eps
-        window = None
-        if getattr(args, "render", False):
-            window = stack.enter_context(contextlib.closing(Window("Evaluation")))
+        window = _open_window(stack, args)
         driver = make_driver(make_env, 0, min(args.envs, amount), args)
-        if window is not None:
-            driver.on_step(functools.partial(_show, window))
+        driver.on_step(functools.partial(_show, window))
         episodes, videos = Episodes(timeout=0), dict[str, Array]()
         evaluator = stack.enter_context(
             Evaluator(agent, driver, amount, logger, episodes)
@@ -177,9 +171,22 @@ def eval_only(
     return result
 
 
-def _show(window: Window, transition: dict[str, Array], worker: int) -> None:
-    frame = pick_frame(transition) if worker == 0 else None
-    if frame is not None:
+def _check_source(args: Any) -> None:
+    if not args.from_checkpoint:
+        raise CheckpointError(
+            "run.from_checkpoint: expected the logdir of a run to evaluate, got ''."
+        )
+
+
+def _open_window(stack: contextlib.ExitStack, args: Any) -> Window | None:
+    if not getattr(args, "render", False):
+        return None
+    return stack.enter_context(contextlib.closing(Window("Evaluation")))
+
+
+def _show(window: Window | None, transition: dict[str, Array], worker: int) -> None:
+    frame = pick_frame(transition) if window and worker == 0 else None
+    if window is not None and frame is not None:
         window.show(frame)
 
 

@@ -298,5 +298,5 @@ def resize_image(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def is_image(space: Space) -> bool:
-    """Whether a space is 3-dimensional and uint8."""
+    """Returns whether a space is 3-dimensional and uint8."""
     return space.dtype == np.uint8 and len(space.shape) == 3
