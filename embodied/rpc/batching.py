@@ -11,6 +11,7 @@ function that is quick are run by the loop thread.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -155,13 +156,13 @@ class Batching:
         """Whether to wake another thread takes longer than to run a batch."""
         return self._quick >= QUICK_RUNS
 
-    def due(self, now: float) -> float | None:
+    def due(self, now: float) -> float:
         """When the next batch has waited long enough.
 
         One that has already, and is still here, goes to the next worker that is done.
         """
         deadlines = [batch.deadline for batch in self.filling.values()]
-        return min((x for x in deadlines if x > now), default=None)
+        return min((x for x in deadlines if x > now), default=math.inf)
 
     def _check(self, spec: Spec, rows: int) -> None:
         if spec.plain:
@@ -331,11 +332,11 @@ class BatchServer(Server):
                     return own
         return None
 
-    def _due(self) -> float | None:
+    def _due(self) -> float:
         now = time.monotonic()
         with self._batch_lock:
             due = [method.batching.due(now) for method in self._batched]
-        return min((x for x in due if x is not None), default=None)
+        return min(due, default=math.inf)
 
     # Any thread that holds the lock.
 

@@ -38,18 +38,25 @@ if AVAILABLE:
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def make_memory(size: int) -> int:
-    """Returns the descriptor of new memory whose size cannot change."""
-    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
+class Memory:
+    """New anonymous memory whose size cannot change; closed when nobody refers to it.
+
+    Raises:
+      OSError: there is not as much.
+    """
+
+    __slots__ = ("fileno",)
+
+    def __init__(self, size: int):
+        self.fileno = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # Reserving the pages here turns a full memory into an error, where it would
         # later be a fatal signal.
-        os.posix_fallocate(descriptor, 0, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+        os.posix_fallocate(self.fileno, 0, size)
+        fcntl.fcntl(self.fileno, fcntl.F_ADD_SEALS, _SEALS)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fileno"):
+            os.close(self.fileno)
 
 
 def memory_size(descriptor: int, limit: int) -> int:
@@ -108,34 +115,15 @@ class Block:
       shared: the link over which its descriptor was passed last.
     """
 
-    __slots__ = (
-        "_arrays",
-        "_spare",
-        "_spec",
-        "fileno",
-        "number",
-        "pages",
-        "shared",
-        "size",
-    )
-
     def __init__(self, number: int, size: int, spare: deque[Block]):
         self.number = number
         self.size = size
         self.shared: Any = None
         self._spare = spare  # Where unused blocks of this size wait.
-        self.fileno = make_memory(size)
-        try:
-            self.pages = mmap.mmap(self.fileno, size)
-        except OSError:
-            os.close(self.fileno)
-            raise
+        self.memory = Memory(size)
+        self.pages = mmap.mmap(self.memory.fileno, size)
         self._spec: Spec | None = None  # Of the last request.
         self._arrays: list[np.ndarray] = []
-
-    def __del__(self) -> None:
-        if hasattr(self, "pages"):
-            os.close(self.fileno)
 
     def free(self) -> None:
         """Gives the block back. The other side must be done with it."""

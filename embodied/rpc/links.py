@@ -132,7 +132,7 @@ class LocalLink(Link):
         self.descriptors = (self.fileno,)
         self.memory = buffers.PeerMemory()
         self._lock = threading.Lock()  # Guards the next.
-        self._backlog: deque[tuple[bytes, int]] = deque()  # With descriptors, or -1.
+        self._backlog: deque[tuple[bytes, buffers.Memory | None]] = deque()
 
     def send(self, frame: bytes) -> bool:
         """Sends a frame, now or when the socket has room; False if that is over."""
@@ -149,7 +149,7 @@ class LocalLink(Link):
     def share(self, block: buffers.Block) -> bool:
         """Passes a block of shared memory to the other side."""
         block.shared = self
-        return self._put(_HEAD.pack(_BLOCK, block.number), os.dup(block.fileno))
+        return self._put(_HEAD.pack(_BLOCK, block.number), block.memory)
 
     def receive(self) -> Sequence[bytes]:
         """Returns the next frame, if there is one."""
@@ -175,16 +175,14 @@ class LocalLink(Link):
         """Sends what waits, as far as the socket takes it."""
         with self._lock:
             while self._backlog:
-                packet, descriptor = self._backlog[0]
                 try:
-                    self._send_packet(packet, descriptor)
+                    self._send_packet(*self._backlog[0])
                 except BlockingIOError:
                     return
                 except OSError:
                     break  # The other side is gone, which `receive` tells.
                 self._backlog.popleft()
-                _close(descriptor)
-            self._drop_backlog()
+            self._backlog.clear()
             self.on_blocked(self, False)
 
     def abort(self) -> None:
@@ -197,51 +195,45 @@ class LocalLink(Link):
     def close(self) -> None:
         """Frees the descriptors."""
         with self._lock:
-            self._drop_backlog()
+            self._backlog.clear()
         self._connection.close()
 
     def _send_later(self, frame: bytes) -> bool:
         if len(frame) <= MAX_PACKET:
-            return self._put(frame, -1)
+            return self._put(frame)
         try:
-            descriptor = buffers.make_memory(len(frame))
+            memory = buffers.Memory(len(frame))
         except OSError as error:
             log.error("No memory for a message of %d bytes: %s", len(frame), error)
             self.abort()
             return False
         view, done = memoryview(frame), 0
         while done < len(view):
-            done += os.pwrite(descriptor, view[done:], done)
-        return self._put(_HEAD.pack(_FRAME, 0), descriptor)
+            done += os.pwrite(memory.fileno, view[done:], done)
+        return self._put(_HEAD.pack(_FRAME, 0), memory)
 
-    def _put(self, packet: bytes, descriptor: int) -> bool:
-        """Sends a packet behind what waits; the descriptor is closed after that."""
+    def _put(self, packet: bytes, memory: buffers.Memory | None = None) -> bool:
+        """Sends a packet, and memory with it, behind what waits."""
         with self._lock:
-            if not self._backlog:
-                try:
-                    self._send_packet(packet, descriptor)
-                    _close(descriptor)
+            try:
+                if len(self._backlog) >= MAX_BACKLOG:
+                    raise OSError("The other side does not read.")
+                if not self._backlog:
+                    self._send_packet(packet, memory)
                     return True
-                except BlockingIOError:
-                    self.on_blocked(self, True)
-                except OSError:
-                    _close(descriptor)
-                    self.abort()  # Whatever it is, a new link may do better.
-                    return False
-            elif len(self._backlog) >= MAX_BACKLOG:
-                _close(descriptor)
-                self.abort()
+            except BlockingIOError:
+                self.on_blocked(self, True)
+            except OSError:
+                self.abort()  # Whatever it is, a new link may do better.
                 return False
-            self._backlog.append((packet, descriptor))
+            self._backlog.append((packet, memory))
             return True
 
-    def _send_packet(self, packet: bytes, descriptor: int) -> None:
-        if descriptor < 0:
+    def _send_packet(self, packet: bytes, memory: buffers.Memory | None) -> None:
+        if memory is None:
             self._send(packet)
         else:
-            passed = _DESCRIPTOR.pack(descriptor)
-            rights = (sockets.SOL_SOCKET, sockets.SCM_RIGHTS, passed)
-            self._connection.sendmsg([packet], [rights])
+            sockets.send_fds(self._connection, [packet], [memory.fileno])
 
     def _receive_memory(
         self, data: bytes, ancillary: list[tuple[int, int, bytes]], flags: int
@@ -258,10 +250,14 @@ class LocalLink(Link):
                 raise wire.WireError("a packet is too large, or has odd descriptors")
             assert self.memory is not None
             kind, number = _HEAD.unpack(data)
-            if kind == _FRAME:
-                return (_read(descriptors[0], self._max_bytes),)
-            self.memory.add(number, descriptors[0])
-            return ()
+            if kind != _FRAME:
+                self.memory.add(number, descriptors[0])
+                return ()
+            size = buffers.memory_size(descriptors[0], self._max_bytes)
+            data = os.pread(descriptors[0], size, 0)
+            if len(data) != size:  # Above 2 GB, which no limit allows.
+                raise wire.WireError("a frame could not be read whole")
+            return (data,)
         except wire.WireError as error:
             log.warning("A local link is closed: %s.", error)
             self.abort()
@@ -269,11 +265,6 @@ class LocalLink(Link):
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-
-    def _drop_backlog(self) -> None:
-        for _, descriptor in self._backlog:
-            _close(descriptor)
-        self._backlog.clear()
 
 
 class LocalListener:
@@ -479,17 +470,3 @@ def _local_name(addr: str, key: bytes) -> str:
 def _is_same_user(connection: sockets.socket) -> bool:
     peer = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _PEER.size)
     return _PEER.unpack(peer)[1] == os.getuid()
-
-
-def _read(descriptor: int, limit: int) -> bytes:
-    """Reads a frame out of memory that came with a packet."""
-    size = buffers.memory_size(descriptor, limit)
-    data = os.pread(descriptor, size, 0)
-    if len(data) != size:  # Above 2 GB, which no limit allows.
-        raise wire.WireError("a frame could not be read whole")
-    return data
-
-
-def _close(descriptor: int) -> None:
-    if descriptor >= 0:
-        os.close(descriptor)

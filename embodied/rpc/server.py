@@ -2,13 +2,14 @@
 
 Threads: the loop receives, checks and hands out; workers call the bound functions and
 send the replies themselves; one thread runs what comes after replies. The loop waits
-on file descriptors only and uses no time while nothing comes. Quick batches it runs
-itself, see `threads.Loop`.
+on file descriptors, and looks every two seconds for who has gone. Quick batches it
+runs itself, see `threads.Loop`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import selectors
 import threading
@@ -28,17 +29,9 @@ log = logging.getLogger("embodied.rpc")
 
 HEARTBEAT = 2.0  # Seconds between signs of life of a client.
 CLIENT_TIMEOUT = 8.0  # Seconds of silence after which a client counts as gone.
-MAX_HELD = 1000  # Clients that wait to be let in.
 ListenerOptions = tuple[str, auth.Keys | None, int, selectors.BaseSelector]
-COUNTS = (
-    "calls",
-    "replies",
-    "received_bytes",
-    "sent_bytes",
-    "errors",
-    "repeated",  # Calls that came twice.
-    "post_errors",
-)
+# Calls that came twice are repeated.
+COUNTS = ("calls", "replies", "received_bytes", "sent_bytes", "errors", "repeated")
 
 
 class Method(NamedTuple):
@@ -97,6 +90,8 @@ class Server:
         raises it, too. The server answers nobody any more, and its owner should end.
     """
 
+    ADVICE = "pass the keys of the run (--run.keyfile FILE), or listen at localhost."
+
     def __init__(
         self,
         addr: str | int,
@@ -110,11 +105,11 @@ class Server:
         on_failure: Callable[[Exception], None] | None = None,
     ):
         self.name = name
-        self.addr = auth.bind_address(addr, keys, insecure)
+        self.addr = auth.bind_address(addr, keys, insecure, self.ADVICE)
         self._keys = None if insecure else keys or auth.Keys.default()
         self._identity = secrets.token_hex(8)  # Tells a restarted server apart.
         self._codec = wire.Codec(max_bytes)
-        self._statistics = Statistics(name, *COUNTS)
+        self._statistics = Statistics(name, *COUNTS, "post_errors")
         self._outbox = Outbox(name, self._codec, self._statistics)
         self._methods: dict[str, Method] = {}
         self._pool = ThreadPool(workers, name, self._work)
@@ -131,17 +126,16 @@ class Server:
         self._loop = Loop(name, self._step, self._failed)
         self._on_failure = on_failure
         self._failure: Exception | None = None
-        self._held: set[Link] = set()  # Of clients that are not let in yet.
         self._expire_at = 0.0
         self._started = False
         self._closing = threading.Event()
 
-    @staticmethod
+    @classmethod
     def check(
-        addr: str | int, *, keys: auth.Keys | None = None, insecure: bool = False
+        cls, addr: str | int, *, keys: auth.Keys | None = None, insecure: bool = False
     ) -> None:
         """Raises AuthError or ValueError if a server could not listen there."""
-        auth.check_free(auth.bind_address(addr, keys, insecure))
+        auth.check_free(auth.bind_address(addr, keys, insecure, cls.ADVICE))
 
     def bind(
         self,
@@ -286,11 +280,8 @@ class Server:
             self._expire_at = now + HEARTBEAT
             if not late:
                 self._expire()
-        due = self._due()
-        if len(self.sessions) or self._held:
-            due = self._expire_at if due is None else min(due, self._expire_at)
-        timeout = None if due is None else max(0, due - now)
-        for key, events in self._selector.select(timeout):
+        due = min(self._due(), self._expire_at)
+        for key, events in self._selector.select(max(0, due - now)):
             key.data(events)
         self._after_receive()
 
@@ -308,9 +299,6 @@ class Server:
 
     def _expire(self) -> None:
         self.sessions.expire()
-        held, self._held = self._held, set()
-        for link in held:
-            self._outbox.control(link, wire.STRANGER)  # It says HELLO again.
         for listener in self._listeners:
             listener.expire()
 
@@ -320,13 +308,12 @@ class Server:
 
     def _link_ended(self, link: Link) -> None:
         """A client's process has ended, or it will introduce itself again."""
-        self._held.discard(link)
         if link.session is not None and link.session.link is link:
             self.sessions.lost(link.session)
 
-    def _due(self) -> float | None:
-        """When the loop has to wake up although nothing came."""
-        return None
+    def _due(self) -> float:
+        """Returns when the loop has to wake up although nothing came."""
+        return math.inf
 
     def _after_receive(self) -> None:
         """Called last, when all messages that were there have been looked at."""
@@ -367,8 +354,7 @@ class Server:
     def _hello(self, link: Link, message: wire.Message) -> None:
         try:
             if self.sessions.hello(link, message.value()) is None:
-                self._hold(link)
-                return
+                return  # It is not let in yet, and will ask again.
         except wire.WireError as error:
             self._statistics.reject("hello", str(error))
             refusal = {"kind": "hello", "message": str(error)}
@@ -376,11 +362,6 @@ class Server:
             return
         welcome = make_welcome(self._identity, self._codec.max_bytes)
         self._outbox.control(link, wire.WELCOME, welcome)
-
-    def _hold(self, link: Link) -> None:
-        if len(self._held) >= MAX_HELD:
-            raise wire.WireError(f"{MAX_HELD} clients wait to be let in already")
-        self._held.add(link)
 
     def _call(self, session: ClientSession, message: wire.Message) -> None:
         if not self._begin(session, message.seq, message.open):
@@ -404,11 +385,9 @@ class Server:
         text = f"Server {self.name} refused '{name[:100]}': {error}"
         self._outbox.finish(session, seq, self._outbox.error(seq, "bad", text))
 
-    def _begin(
-        self, session: ClientSession, seq: int, open_calls: Sequence[int]
-    ) -> bool:
+    def _begin(self, session: ClientSession, seq: int, others: Sequence[int]) -> bool:
         """Registers a call; False if it is not to be applied, and was answered."""
-        state, reply = session.begin(seq, open_calls)
+        state, reply = session.begin(seq, others)
         if state == NEW:
             self._statistics.counts["calls"] += 1
             return True

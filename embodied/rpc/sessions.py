@@ -144,7 +144,8 @@ class Sessions:
             return None
         self._sessions[client] = session
         session.link, link.session = link, session
-        self._arrive(session)
+        session.heard = time.monotonic()
+        self._mark(session, away=False)
         return session
 
     def get(self, link: Link) -> ClientSession | None:
@@ -173,8 +174,7 @@ class Sessions:
         if link is not None and link is not keep:
             self._discard(link)
         if not session.away:
-            session.away = True
-            self._depart(session)
+            self._mark(session, away=True)
 
     def expire(self) -> None:
         """Marks silent clients as gone, and forgets those gone for long."""
@@ -191,19 +191,19 @@ class Sessions:
             if index >= MAX_AWAY or silent > AWAY_SECONDS:
                 self.bye(session)
 
-    def _arrive(self, session: ClientSession) -> None:
-        session.away = False
-        session.heard = time.monotonic()
-        self._present += 1
+    def _mark(self, session: ClientSession, away: bool) -> None:
+        """Notes that a client has come or gone, and tells who wants to know."""
+        session.away = away
+        sign = -1 if away else 1
+        self._present += sign
         if session.slots:
-            self._slots[session.group] = self.slots(session.group) + session.slots
-        _tell(self.on_join, session)
-
-    def _depart(self, session: ClientSession) -> None:
-        self._present -= 1
-        if session.slots:
-            self._slots[session.group] = self.slots(session.group) - session.slots
-        _tell(self.on_leave, session)
+            slots = self.slots(session.group) + sign * session.slots
+            self._slots[session.group] = slots
+        for callback in self.on_leave if away else self.on_join:
+            try:
+                callback(session)
+            except Exception:
+                log.exception("A callback failed for client %s.", session.name)
 
 
 def make_hello(
@@ -243,16 +243,6 @@ def _read_client(hello: Any) -> bytes:
     if not isinstance(client, bytes) or len(client) != CLIENT_BYTES:
         raise wire.WireError("a HELLO does not name its client")
     return client
-
-
-def _tell(
-    callbacks: list[Callable[[ClientSession], None]], session: ClientSession
-) -> None:
-    for callback in callbacks:
-        try:
-            callback(session)
-        except Exception:
-            log.exception("A callback failed for client %s.", session.name)
 
 
 class Outbox:

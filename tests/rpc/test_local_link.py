@@ -323,8 +323,8 @@ class TestDescriptors:
         zero = os.open("/dev/zero", os.O_RDWR)
         unsealed = os.memfd_create("embodied-bulk")
         os.truncate(unsealed, 4096)
-        sealed = buffers.make_memory(4096)
-        large = buffers.make_memory(1 << 25)
+        memories = buffers.Memory(4096), buffers.Memory(1 << 25)
+        sealed, large = (memory.fileno for memory in memories)
         frame, block = b"F" + bytes(8), b"B" + bytes([1]) + bytes(7)
         cases = [
             (frame, zero),
@@ -344,12 +344,13 @@ class TestDescriptors:
                 other.receive()
             close(one, other)
             assert descriptors() == before, (data, files)
-        for descriptor in (zero, unsealed, sealed, large):
+        for descriptor in (zero, unsealed):
             os.close(descriptor)
 
     def test_blocks_are_bounded(self):
         memory = buffers.PeerMemory(limit=10_000, max_blocks=3)
-        small, large = buffers.make_memory(4096), buffers.make_memory(8192)
+        memories = buffers.Memory(4096), buffers.Memory(8192)
+        small, large = (memory.fileno for memory in memories)
         memory.add(1, small)
         with pytest.raises(wire.WireError, match="has the number 1"):
             memory.add(1, small)
@@ -359,8 +360,6 @@ class TestDescriptors:
         memory.add(1, small)
         with pytest.raises(wire.WireError, match="too many"):
             memory.add(2, small)
-        os.close(small)
-        os.close(large)
 
     def test_a_hostile_client_harms_only_itself(self, server):
         before = descriptors()
