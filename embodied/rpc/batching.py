@@ -66,7 +66,7 @@ class Batch(Job):
 
 
 class Batching:
-    """How one method's calls are batched, and the batches that are being filled.
+    """The rules by which a method is batched, and the batches that are being filled.
 
     Args:
       size: rows that make a batch ready.
@@ -153,11 +153,11 @@ class Batching:
 
     @property
     def quick(self) -> bool:
-        """Whether to wake another thread takes longer than to run a batch."""
+        """True if to wake another thread takes longer than to run a batch."""
         return self._quick >= QUICK_RUNS
 
     def due(self, now: float) -> float:
-        """When the next batch has waited long enough.
+        """Returns when the next batch has waited long enough.
 
         One that has already, and is still here, goes to the next worker that is done.
         """

@@ -88,7 +88,7 @@ class Client(Connection):
 
     @property
     def connected(self) -> bool:
-        """Whether the server has welcomed this client."""
+        """True while the server knows this client."""
         return self._welcome
 
     def connect(self, timeout: float | None = None) -> None:

@@ -117,7 +117,7 @@ class ReceiveTurn:
 
     @property
     def taken(self) -> bool:
-        """Whether a thread has the turn."""
+        """True while a thread has the turn."""
         return self._turn.locked()
 
     def interrupt(self) -> None:

@@ -18,7 +18,6 @@ import logging
 import os
 import secrets
 import select
-import selectors
 import socket as sockets
 import struct
 import threading
@@ -28,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from embodied.rpc import auth, buffers, wire
-from embodied.rpc.threads import Wakeup
+from embodied.rpc.threads import Poller, Wakeup
 
 KINDS = ("auto", "local", "remote")
 LOCAL_AVAILABLE = buffers.AVAILABLE and hasattr(sockets, "SO_PEERCRED")
@@ -38,7 +37,6 @@ MAX_UNKNOWN = 256  # Connections that have not proved yet that they have the key
 MESSAGE_SLACK = 1 << 21  # Bytes of a frame that are not arrays.
 PROVE_SECONDS = 5.0  # In which a new connection has to do so.
 ACCEPT_PAUSE = 0.01  # Seconds after an accept that failed, so that it does not spin.
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 UP, DOWN, REFUSED = range(3)  # Events of a client's link.
 
 _NONCE_BYTES = 32
@@ -274,7 +272,7 @@ class LocalListener:
       addr: numeric, of the server.
       keys: of the run; None for a server without keys.
       max_bytes: of a frame.
-      selector: what the server's loop waits with; its data are handlers of events.
+      poller: what the server's loop waits with.
       on_frame: called with a link and each frame that came.
       on_end: called with a link that has ended.
 
@@ -287,19 +285,17 @@ class LocalListener:
         addr: str,
         keys: auth.Keys | None,
         max_bytes: int,
-        selector: selectors.BaseSelector,
+        poller: Poller,
         on_frame: OnFrame,
         on_end: Callable[[Link], None],
     ):
         self._key = auth.local_key(keys)
         self._max_bytes = max_bytes
-        self._selector = selector
+        self._poller = poller
         self._on_frame = on_frame
         self._on_end = on_end
         self._unknown: dict[int, tuple[sockets.socket, float]] = {}
-        # With what handles their events. The lock guards them in the selector, too.
-        self._links: dict[LocalLink, Callable[[int], None]] = {}
-        self._lock = threading.Lock()
+        self._links: set[LocalLink] = set()
         self.name = _local_name(addr, self._key)
         self._socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
         try:
@@ -309,7 +305,7 @@ class LocalListener:
             self._socket.close()
             raise
         self._socket.setblocking(False)
-        selector.register(self._socket, READ, self._accept)
+        poller.add(self._socket.fileno(), self._accept)
 
     def expire(self) -> None:
         """Closes connections that have not proved in time that they have the key."""
@@ -320,7 +316,7 @@ class LocalListener:
 
     def close(self) -> None:
         """Closes everything."""
-        self._selector.unregister(self._socket)
+        self._poller.remove(self._socket.fileno())
         self._socket.close()
         for connection, _ in list(self._unknown.values()):
             self._forget(connection).close()
@@ -330,12 +326,10 @@ class LocalListener:
 
     def discard(self, link: Link) -> None:
         """Closes a link, if it is one of these."""
-        with self._lock:
-            if not isinstance(link, LocalLink) or link not in self._links:
-                return
-            del self._links[link]
-            self._selector.unregister(link.fileno)
-        link.close()
+        if isinstance(link, LocalLink) and link in self._links:
+            self._links.discard(link)
+            self._poller.remove(link.fileno)
+            link.close()
 
     def _accept(self, _: int) -> None:
         while True:
@@ -360,7 +354,7 @@ class LocalListener:
             deadline = time.monotonic() + PROVE_SECONDS
             self._unknown[connection.fileno()] = (connection, deadline)
             check = functools.partial(self._check, connection, nonce)
-            self._selector.register(connection, READ, check)
+            self._poller.add(connection.fileno(), check)
 
     def _check(self, connection: sockets.socket, nonce: bytes, _: int) -> None:
         """Lets a connection in that proves to have the key."""
@@ -381,13 +375,11 @@ class LocalListener:
             connection.close()
             return
         link = LocalLink(connection, self._max_bytes, self._blocked)
-        ready = self._links[link] = functools.partial(self._ready, link)
-        self._selector.register(link.fileno, READ, ready)
+        self._links.add(link)
+        self._poller.add(link.fileno, functools.partial(self._ready, link))
 
     def _ready(self, link: LocalLink, events: int) -> None:
-        if link not in self._links:
-            return  # It was discarded after the selector had found it ready.
-        if events & WRITE:
+        if events & select.POLLOUT:
             link.flush()
         try:
             for frame in link.receive():
@@ -397,14 +389,15 @@ class LocalListener:
             self._on_end(link)
 
     def _blocked(self, link: LocalLink, blocked: bool) -> None:
-        events = READ | WRITE if blocked else READ
-        with self._lock:
-            if link in self._links:
-                self._selector.modify(link.fileno, events, self._links[link])
+        events = select.POLLIN | (select.POLLOUT if blocked else 0)
+        try:
+            self._poller.modify(link.fileno, events)
+        except OSError:
+            pass  # It was closed meanwhile.
 
     def _forget(self, connection: sockets.socket) -> sockets.socket:
         del self._unknown[connection.fileno()]
-        self._selector.unregister(connection)
+        self._poller.remove(connection.fileno())
         return connection
 
 

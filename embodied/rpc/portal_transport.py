@@ -23,7 +23,6 @@ from __future__ import annotations
 import importlib
 import logging
 import secrets
-import selectors
 import socket
 import struct
 import threading
@@ -37,10 +36,10 @@ import numpy as np
 from embodied.rpc import auth, wire
 from embodied.rpc.batching import BatchServer
 from embodied.rpc.client import Client
-from embodied.rpc.links import MESSAGE_SLACK, READ, Link, LinkEnded, OnFrame
+from embodied.rpc.links import MESSAGE_SLACK, Link, LinkEnded, OnFrame
 from embodied.rpc.server import Server, make_welcome
 from embodied.rpc.sessions import CLIENT_BYTES, MAX_INFLIGHT, make_hello
-from embodied.rpc.threads import Wakeup
+from embodied.rpc.threads import Poller, Wakeup
 
 CONNECT_SECONDS = 1.0  # Until a client's connection is given up, and tried again.
 LOOK_AROUND = 1.0  # Seconds: portal's thread tells nobody of its failure.
@@ -194,7 +193,7 @@ class PortalServer(Server):
 
     def _listen(self) -> list[Any]:
         listener = PortalListener(
-            self, self._codec, self._selector, self._receive, self._statistics.reject
+            self, self._codec, self._poller, self._receive, self._statistics.reject
         )
         allowed = "" if self._open_to_all else ", so it is a loopback address"
         note = "%s: portal has no authentication: everyone who reaches %s may call%s."
@@ -216,7 +215,7 @@ class PortalListener:
         self,
         server: Server,
         codec: wire.Codec,
-        selector: selectors.BaseSelector,
+        poller: Poller,
         on_frame: OnFrame,
         reject: Callable[[str, str], None],
     ):
@@ -224,7 +223,7 @@ class PortalListener:
         self._addr, self._name = server.addr, server.name
         self.sessions = server.sessions
         self.codec = codec
-        self._selector = selector
+        self._poller = poller
         self.on_frame = on_frame
         self._reject = reject
         self._links: dict[Any, AcceptedLink] = {}  # By connection.
@@ -232,7 +231,7 @@ class PortalListener:
         self._arrived = Wakeup()
         self._closing = threading.Event()
         self._socket = self._open()
-        selector.register(self._arrived.fileno(), READ, self._receive)
+        poller.add(self._arrived.fileno(), self._receive)
         self._thread = threading.Thread(
             target=self._run, name=f"{server.name}-portal", daemon=True
         )
@@ -259,7 +258,7 @@ class PortalListener:
         self._thread.join()
         self._socket.shutdown()
         self._socket.close(LAST_REPLIES)
-        self._selector.unregister(self._arrived.fileno())
+        self._poller.remove(self._arrived.fileno())
         self._arrived.close()
 
     def send(self, connection: Any, *message: bytes | memoryview) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import selectors
 import threading
 import time
 import traceback
@@ -23,13 +22,13 @@ from embodied.rpc.calls import Statistics, Unanswered
 from embodied.rpc.links import Link
 from embodied.rpc.sessions import NEW, REFUSED, ClientSession, Outbox, Sessions
 from embodied.rpc.structures import check_schema
-from embodied.rpc.threads import Loop, PostThread, ThreadPool, Wakeup
+from embodied.rpc.threads import Loop, Poller, PostThread, ThreadPool, Wakeup
 
 log = logging.getLogger("embodied.rpc")
 
 HEARTBEAT = 2.0  # Seconds between signs of life of a client.
 CLIENT_TIMEOUT = 8.0  # Seconds of silence after which a client counts as gone.
-ListenerOptions = tuple[str, auth.Keys | None, int, selectors.BaseSelector]
+ListenerOptions = tuple[str, auth.Keys | None, int, Poller]
 # Calls that came twice are repeated.
 COUNTS = ("calls", "replies", "received_bytes", "sent_bytes", "errors", "repeated")
 
@@ -116,11 +115,8 @@ class Server:
         self._pools = [self._pool]
         self._post = PostThread(f"{name}-post", backlog, self._post_failed)
         self._wakeup = Wakeup()
-        # Its data are functions that handle events.
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(
-            self._wakeup.fileno(), links.READ, lambda _: self._wakeup.clear()
-        )
+        self._poller = Poller()
+        self._poller.add(self._wakeup.fileno(), lambda _: self._wakeup.clear())
         self.sessions = Sessions(CLIENT_TIMEOUT, self._discard)
         self._listeners: list[Any] = []  # Set while it runs.
         self._loop = Loop(name, self._step, self._failed)
@@ -192,7 +188,7 @@ class Server:
         ended.append(self._post.stop(deadline))
         for listener in self._listeners:
             listener.close()
-        self._selector.close()
+        self._poller.close()
         self._wakeup.close()
         self._check_failure()
         if not all(ended):
@@ -244,7 +240,7 @@ class Server:
 
         The local one first: a client that finds the other looks for it.
         """
-        options = (self.addr, self._keys, self._codec.max_bytes, self._selector)
+        options = (self.addr, self._keys, self._codec.max_bytes, self._poller)
         listeners: list[Any] = self._listen_locally(options)
         try:
             listeners.append(
@@ -281,8 +277,7 @@ class Server:
             if not late:
                 self._expire()
         due = min(self._due(), self._expire_at)
-        for key, events in self._selector.select(max(0, due - now)):
-            key.data(events)
+        self._poller.wait(max(0, due - now))
         self._after_receive()
 
     def _failed(self, error: Exception) -> None:

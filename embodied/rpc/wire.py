@@ -140,11 +140,12 @@ class Codec:
         encoded = spec.encoded
         sizes = len(encoded), len(extra)
         head = PRELUDE.pack(MAGIC, kind, in_memory, rows, *sizes, seq)
-        parts: list[Any] = [head, encoded, extra]
-        if arrays and not in_memory:
-            parts.append(_PADDING[-(_PRELUDE_SIZE + sum(sizes)) % ALIGN])
-            for array, leaf in zip(arrays, spec.leaves):
-                parts += (as_bytes(array), _PADDING[-leaf.nbytes % ALIGN])
+        if in_memory or not arrays:
+            return head + encoded + extra
+        padding = _PADDING[-(_PRELUDE_SIZE + sum(sizes)) % ALIGN]
+        parts: list[Any] = [head, encoded, extra, padding]
+        for array, leaf in zip(arrays, spec.leaves):
+            parts += (as_bytes(array), _PADDING[-leaf.nbytes % ALIGN])
         return b"".join(parts)
 
     def control(self, kind: int, data: Any = None) -> bytes:
