@@ -280,12 +280,12 @@ class BatchServer(Server):
             cached = session.link.cached
             if len(cached) >= MAX_CACHED:
                 cached.clear()
-            cached[wire.without_seq(message.frame)] = call
+            cached[wire.around_seq(message.frame)] = call
 
     def _receive(self, link: Link, frame: Any) -> None:
         # Calls of one client mostly differ in their number and in what lies in the
         # shared memory. What was found out about the bytes of one holds for the next.
-        call = link.cached.get(wire.without_seq(frame)) if link.cached else None
+        call = link.cached.get(wire.around_seq(frame)) if link.cached else None
         session = link.session
         if call is None or session.away or session.link is not link:
             super()._receive(link, frame)

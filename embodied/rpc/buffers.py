@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from embodied.rpc import wire
 from embodied.rpc.structures import Spec, WireError, payload_arrays
 
 AVAILABLE = hasattr(os, "memfd_create")
@@ -122,8 +123,10 @@ class Block:
         self._spare = spare  # Where unused blocks of this size wait.
         self.memory = Memory(size)
         self.pages = mmap.mmap(self.memory.fileno, size)
-        self._spec: Spec | None = None  # Of the last request.
+        # Of the last request: its header and rows, its arrays here, and its frame.
+        self._use: tuple[Spec | None, int] = (None, 0)
         self._arrays: list[np.ndarray] = []
+        self._parts = b"", b""
 
     def free(self) -> None:
         """Gives the block back. The other side must be done with it."""
@@ -133,11 +136,20 @@ class Block:
         """Returns a buffer of its bytes; the block is free when that is gone."""
         return lease(self.pages, self, self._spare)
 
-    def fill(self, spec: Spec, arrays: list[np.ndarray]) -> None:
+    def fill(self, spec: Spec, arrays: list[np.ndarray], rows: int) -> None:
         """Copies the arguments of a call to where they belong."""
-        if spec is not self._spec:  # It mostly has the same use again.
-            self._spec, self._arrays = spec, payload_arrays(spec, self.pages)
+        if (spec, rows) != self._use:  # It mostly has the same use again.
+            self._use = (spec, rows)
+            self._arrays = payload_arrays(spec, self.pages)
+            frame = wire.encode(
+                wire.CALL, 0, spec, [], rows, self.number, in_memory=True
+            )
+            self._parts = wire.around_seq(frame)
         any(map(_SET, self._arrays, _EVERYTHING, arrays))  # As in `copy_into`.
+
+    def frame(self, seq: int) -> bytes:
+        """Returns the frame of the call that was filled in, if no other is open."""
+        return self._parts[0] + wire.SEQ.pack(seq) + self._parts[1]
 
 
 class Arena:
@@ -241,7 +253,7 @@ class BatchBuffer:
                 self._targets.clear()
             targets = [column[start:stop] for column in self._columns]
             self._targets[start, stop] = targets
-        copy_into(targets, arrays)
+        any(map(_SET, targets, _EVERYTHING, arrays))  # As in `copy_into`.
 
     def build(self, rows: int) -> Any:
         """Hands out the first rows of all columns, as data; once for each batch."""

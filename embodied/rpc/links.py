@@ -79,7 +79,7 @@ class Link:
 
     def __init__(self) -> None:
         self.session: Any = None
-        self.cached: dict[bytes, Any] = {}
+        self.cached: dict[tuple[bytes, bytes], Any] = {}
 
     def send(self, frame: bytes) -> bool:
         """Sends a frame; False where the other side is gone or does not read."""

@@ -164,9 +164,7 @@ class ConnectLink(Link):
                 kind, tree = wire.ERROR, decode_error(status, payload)
             else:
                 kind, tree = wire.REPLY, from_portal(self._portal.unpack(payload))
-            self._put(
-                self._codec.encode(kind, number, *self._codec.flatten("", [tree]))
-            )
+            self._put(wire.encode(kind, number, *self._codec.flatten("", [tree])))
         except Exception:
             log.exception("An answer of a portal server could not be handled.")
 
@@ -382,7 +380,7 @@ class AcceptedLink(Link):
         seq, others = self._next, list(self._numbers)
         self._next += 1
         self._numbers[seq] = bytes(data[:8])
-        frame = self._codec.encode(wire.CALL, seq, spec, arrays, rows, open=others)
+        frame = wire.encode(wire.CALL, seq, spec, arrays, rows, open=others)
         self._listener.on_frame(self, frame)
 
     def send(self, frame: bytes) -> bool:

@@ -79,11 +79,10 @@ class ClientSession:
                 return REFUSED, None
             if seq < self._highest:
                 missing.discard(seq)
-            else:
-                self._missing = {
-                    x for x in open_calls if x in missing or x > self._highest
-                }
-                self._highest = seq
+            elif missing or open_calls:
+                highest = self._highest
+                self._missing = {x for x in open_calls if x in missing or x > highest}
+            self._highest = max(seq, self._highest)
             replies[seq] = None
             return NEW, None
 
@@ -274,7 +273,7 @@ class Outbox:
             )
         if in_memory:
             buffers.copy_into(structures.payload_arrays(spec, memory), arrays)
-        return self._codec.encode(wire.REPLY, seq, spec, arrays, in_memory=in_memory)
+        return wire.encode(wire.REPLY, seq, spec, arrays, in_memory=in_memory)
 
     def exception(self, seq: int, method: str, error: Exception) -> bytes:
         """Encodes what a function raised."""
@@ -293,7 +292,7 @@ class Outbox:
             "type": _sendable(type_name),
             "traceback": _sendable(text[-20_000:]),
         }
-        return self._codec.encode(wire.ERROR, seq, *self._codec.flatten("", [error]))
+        return wire.encode(wire.ERROR, seq, *self._codec.flatten("", [error]))
 
     def finish(self, session: ClientSession, seq: int, frame: bytes) -> None:
         """Answers a call, for good."""
