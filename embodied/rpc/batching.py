@@ -47,7 +47,7 @@ class Batch(Job):
 
     def __init__(self, method: Method, key: tuple, buffer: BatchBuffer):
         super().__init__(method, [])
-        self.key = key  # Number of its kind of rows, and group.
+        self.key = key  # Columns of its kind of rows, and group.
         self.buffer = buffer
         self.deadline = time.monotonic() + method.batching.timeout
         self.rows = 0
