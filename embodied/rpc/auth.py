@@ -209,16 +209,15 @@ def parse_address(addr: str | int) -> tuple[str, int]:
     return host, int(port)
 
 
-def bind_address(addr: str | int, keys: Keys | None, insecure: bool) -> str:
-    """Returns the numeric address to listen at, refusing unsafe choices."""
+def bind_address(
+    addr: str | int, keys: Keys | None, insecure: bool, advice: str
+) -> str:
+    """Returns the numeric address to listen at; unsafe choices raise AuthError."""
     host, port = parse_address(addr)
     numeric = resolve(host)
     loopback = ipaddress.ip_address(numeric.strip("[]")).is_loopback
     if not loopback and keys is None and not insecure:
-        raise AuthError(
-            f"{addr} can be reached from other machines. Pass the keys of the run "
-            "(--run.keyfile FILE), or listen at localhost."
-        )
+        raise AuthError(f"{addr} can be reached from other machines: {advice}")
     return f"{numeric}:{port}"
 
 

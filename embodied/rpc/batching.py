@@ -11,6 +11,7 @@ function that is quick are run by the loop thread.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -46,7 +47,7 @@ class Batch(Job):
 
     def __init__(self, method: Method, key: tuple, buffer: BatchBuffer):
         super().__init__(method, [])
-        self.key = key  # Number of its kind of rows, and group.
+        self.key = key  # Columns of its kind of rows, and group.
         self.buffer = buffer
         self.deadline = time.monotonic() + method.batching.timeout
         self.rows = 0
@@ -65,7 +66,7 @@ class Batch(Job):
 
 
 class Batching:
-    """How one method's calls are batched, and the batches that are being filled.
+    """The rules by which a method is batched, and the batches that are being filled.
 
     Args:
       size: rows that make a batch ready.
@@ -152,16 +153,16 @@ class Batching:
 
     @property
     def quick(self) -> bool:
-        """Whether to wake another thread takes longer than to run a batch."""
+        """True if to wake another thread takes longer than to run a batch."""
         return self._quick >= QUICK_RUNS
 
-    def due(self, now: float) -> float | None:
-        """When the next batch has waited long enough.
+    def due(self, now: float) -> float:
+        """Returns when the next batch has waited long enough.
 
         One that has already, and is still here, goes to the next worker that is done.
         """
         deadlines = [batch.deadline for batch in self.filling.values()]
-        return min((x for x in deadlines if x > now), default=None)
+        return min((x for x in deadlines if x > now), default=math.inf)
 
     def _check(self, spec: Spec, rows: int) -> None:
         if spec.plain:
@@ -279,12 +280,12 @@ class BatchServer(Server):
             cached = session.link.cached
             if len(cached) >= MAX_CACHED:
                 cached.clear()
-            cached[wire.without_seq(message.frame)] = call
+            cached[wire.around_seq(message.frame)] = call
 
     def _receive(self, link: Link, frame: Any) -> None:
         # Calls of one client mostly differ in their number and in what lies in the
         # shared memory. What was found out about the bytes of one holds for the next.
-        call = link.cached.get(wire.without_seq(frame)) if link.cached else None
+        call = link.cached.get(wire.around_seq(frame)) if link.cached else None
         session = link.session
         if call is None or session.away or session.link is not link:
             super()._receive(link, frame)
@@ -331,11 +332,11 @@ class BatchServer(Server):
                     return own
         return None
 
-    def _due(self) -> float | None:
+    def _due(self) -> float:
         now = time.monotonic()
         with self._batch_lock:
             due = [method.batching.due(now) for method in self._batched]
-        return min((x for x in due if x is not None), default=None)
+        return min(due, default=math.inf)
 
     # Any thread that holds the lock.
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from embodied.rpc import wire
 from embodied.rpc.structures import Spec, WireError, payload_arrays
 
 AVAILABLE = hasattr(os, "memfd_create")
@@ -38,18 +39,25 @@ if AVAILABLE:
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def make_memory(size: int) -> int:
-    """Returns the descriptor of new memory whose size cannot change."""
-    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
+class Memory:
+    """New anonymous memory whose size cannot change; closed when nobody refers to it.
+
+    Raises:
+      OSError: there is not as much.
+    """
+
+    __slots__ = ("fileno",)
+
+    def __init__(self, size: int):
+        self.fileno = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # Reserving the pages here turns a full memory into an error, where it would
         # later be a fatal signal.
-        os.posix_fallocate(descriptor, 0, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+        os.posix_fallocate(self.fileno, 0, size)
+        fcntl.fcntl(self.fileno, fcntl.F_ADD_SEALS, _SEALS)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fileno"):
+            os.close(self.fileno)
 
 
 def memory_size(descriptor: int, limit: int) -> int:
@@ -108,34 +116,17 @@ class Block:
       shared: the link over which its descriptor was passed last.
     """
 
-    __slots__ = (
-        "_arrays",
-        "_spare",
-        "_spec",
-        "fileno",
-        "number",
-        "pages",
-        "shared",
-        "size",
-    )
-
     def __init__(self, number: int, size: int, spare: deque[Block]):
         self.number = number
         self.size = size
         self.shared: Any = None
         self._spare = spare  # Where unused blocks of this size wait.
-        self.fileno = make_memory(size)
-        try:
-            self.pages = mmap.mmap(self.fileno, size)
-        except OSError:
-            os.close(self.fileno)
-            raise
-        self._spec: Spec | None = None  # Of the last request.
+        self.memory = Memory(size)
+        self.pages = mmap.mmap(self.memory.fileno, size)
+        # Of the last request: its header and rows, its arrays here, and its frame.
+        self._use: tuple[Spec | None, int] = (None, 0)
         self._arrays: list[np.ndarray] = []
-
-    def __del__(self) -> None:
-        if hasattr(self, "pages"):
-            os.close(self.fileno)
+        self._parts = b"", b""
 
     def free(self) -> None:
         """Gives the block back. The other side must be done with it."""
@@ -145,11 +136,20 @@ class Block:
         """Returns a buffer of its bytes; the block is free when that is gone."""
         return lease(self.pages, self, self._spare)
 
-    def fill(self, spec: Spec, arrays: list[np.ndarray]) -> None:
+    def fill(self, spec: Spec, arrays: list[np.ndarray], rows: int) -> None:
         """Copies the arguments of a call to where they belong."""
-        if spec is not self._spec:  # It mostly has the same use again.
-            self._spec, self._arrays = spec, payload_arrays(spec, self.pages)
+        if (spec, rows) != self._use:  # It mostly has the same use again.
+            self._use = (spec, rows)
+            self._arrays = payload_arrays(spec, self.pages)
+            frame = wire.encode(
+                wire.CALL, 0, spec, [], rows, self.number, in_memory=True
+            )
+            self._parts = wire.around_seq(frame)
         any(map(_SET, self._arrays, _EVERYTHING, arrays))  # As in `copy_into`.
+
+    def frame(self, seq: int) -> bytes:
+        """Returns the frame of the call that was filled in, if no other is open."""
+        return self._parts[0] + wire.SEQ.pack(seq) + self._parts[1]
 
 
 class Arena:
@@ -253,7 +253,7 @@ class BatchBuffer:
                 self._targets.clear()
             targets = [column[start:stop] for column in self._columns]
             self._targets[start, stop] = targets
-        copy_into(targets, arrays)
+        any(map(_SET, targets, _EVERYTHING, arrays))  # As in `copy_into`.
 
     def build(self, rows: int) -> Any:
         """Hands out the first rows of all columns, as data; once for each batch."""

@@ -21,14 +21,7 @@ from embodied.rpc.links import DOWN, UP, Link, LinkEnded, LocalLink
 from embodied.rpc.threads import Wakeup
 
 RETRY_SECONDS = 0.2  # Until a link is tried again, if there was none.
-COUNTS = (
-    "calls",
-    "replies",
-    "errors",
-    "reconnects",
-    "sent_bytes",
-    "received_bytes",
-)
+COUNTS = ("calls", "replies", "errors", "reconnects", "sent_bytes", "received_bytes")
 
 log = logging.getLogger("embodied.rpc")
 
@@ -49,51 +42,43 @@ class ReceiveTurn:
         self.control = Wakeup()  # Makes the background thread look around.
         self._wanted = True  # Whether the background thread should listen.
         self._asleep = False  # Whether it does not.
-        self._lock = threading.Lock()  # Guards what the selectors wait for.
-        # What each thread waits for: the one with the turn, and the background thread
-        # while it listens, and while it sleeps.
-        self._turns, self._listen, self._sleep = (poll() for _ in range(3))
-        self._turns.register(self._interrupt.fileno(), POLLIN)
-        for waiting in (self._listen, self._sleep):
-            waiting.register(self.control.fileno(), POLLIN)
+        self._lock = threading.Lock()  # Guards what is waited for.
+        self._link: Link | None = None
+        self.watch(None)
 
-    def add(self, link: Link) -> None:
-        """Receives from a link."""
+    def watch(self, link: Link | None) -> None:
+        """Receives from a link, or from nobody, instead of the one before.
+
+        The background thread has to look around if another thread does this.
+        """
         with self._lock:
-            for waiting, descriptor in self._places(link):
-                waiting.register(descriptor, POLLIN)
-        self._look_again()
+            self._link = link
+            self._wait_for(POLLIN)
 
-    def remove(self, link: Link) -> None:
-        """Receives from a link no longer. It must still be open."""
-        with self._lock:
-            for waiting, descriptor in self._places(link):
-                waiting.unregister(descriptor)
-        self._look_again()
-
-    def blocked(self, link: LocalLink, blocked: bool) -> None:
+    def blocked(self, link: Link, blocked: bool) -> None:
         """Waits, or does not wait any more, for room in a link's socket."""
         with self._lock:
-            for waiting in (self._turns, self._listen):
-                try:
-                    waiting.modify(link.fileno, POLLIN | (POLLOUT if blocked else 0))
-                except OSError:
-                    return  # It was removed meanwhile.
-        self._look_again()
-        self.attend()
-
-    def _places(self, link: Link) -> list[tuple[Any, int]]:
-        """Returns who waits for which descriptors of a link."""
-        both, events = (self._turns, self._listen), link.events_descriptor
-        places = [(waiting, x) for x in link.descriptors for waiting in both]
-        if events >= 0:
-            places += [(self._listen, events), (self._sleep, events)]
-        return places
-
-    def _look_again(self) -> None:
-        """Makes threads that wait see what has changed."""
-        self.interrupt()
+            if link is self._link:
+                self._wait_for(POLLIN | POLLOUT if blocked else POLLIN)
+        self._wanted = True
         self.control.set()
+
+    def _wait_for(self, events: int) -> None:
+        link = self._link
+        # What each thread waits for: the one with the turn, and the background thread
+        # while it listens, and while it sleeps.
+        turns, listen, sleep = poll(), poll(), poll()
+        turns.register(self._interrupt.fileno(), POLLIN)
+        listen.register(self.control.fileno(), POLLIN)
+        sleep.register(self.control.fileno(), POLLIN)
+        for descriptor in link.descriptors if link else ():
+            turns.register(descriptor, events)
+            listen.register(descriptor, events)
+        if link and link.events_descriptor >= 0:
+            listen.register(link.events_descriptor, POLLIN)
+            sleep.register(link.events_descriptor, POLLIN)
+        self._turns, self._listen, self._sleep = turns, listen, sleep
+        self.interrupt()
 
     def serve(
         self, future: Future, timeout: float | None, handle: Callable[[list], None]
@@ -132,7 +117,7 @@ class ReceiveTurn:
 
     @property
     def taken(self) -> bool:
-        """Whether a thread has the turn."""
+        """True while a thread has the turn."""
         return self._turn.locked()
 
     def interrupt(self) -> None:
@@ -150,6 +135,7 @@ class ReceiveTurn:
         if self._wanted and not self.taken:
             self._asleep = False
         (self._sleep if self._asleep else self._listen).poll(timeout * 1000)
+        self._asleep = False
         self.control.clear()
         return [] if self.taken else self._listen.poll(0)
 
@@ -200,6 +186,7 @@ class Connection:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._link: Link | None = None
+        self._greeted = False  # Whether we have said HELLO by this connection.
         self._welcome = False  # Whether the server knows us.
         self._linked = False  # Whether it did since the connection was made.
         self._server = ""  # Identity of the one that welcomed us last.
@@ -286,6 +273,7 @@ class Connection:
             self._welcome = False
             if self._link is not None:
                 self._link.send(self._codec.control(wire.HELLO, self._hello))
+                self._greeted = True
             self._turn.attend()
 
     def _end_link(self, link: Link) -> None:
@@ -294,14 +282,14 @@ class Connection:
             if link is not self._link:
                 return
             self._link = None
-            self._turn.remove(link)
+            self._turn.watch(None)
             link.close()
         self._disconnected()
         self._turn.control.set()
 
     def _disconnected(self) -> None:
         with self._changed:
-            self._welcome = False
+            self._welcome = self._greeted = False
             self._memory = None
             was_linked, self._linked = self._linked, False
         if was_linked:
@@ -326,11 +314,12 @@ class Connection:
             if now >= next_beat:
                 next_beat = now + self._heartbeat
                 self._tell(wire.HEARTBEAT)
+                if self._greeted and not self._welcome:
+                    self._say_hello()  # The server may let us in now.
         self._tell(wire.BYE)
         with self._lock:
             link, self._link = self._link, None
         if link is not None:
-            self._turn.remove(link)
             link.close()
         self._turn.close()
 
@@ -365,9 +354,7 @@ class Connection:
             return
         with self._lock:
             before, self._link = self._link, link
-            if before is not None:
-                self._turn.remove(before)
-            self._turn.add(link)
+            self._turn.watch(link)
         if before is not None:
             before.close()
         if link.events_descriptor < 0:

@@ -18,7 +18,6 @@ import logging
 import os
 import secrets
 import select
-import selectors
 import socket as sockets
 import struct
 import threading
@@ -28,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from embodied.rpc import auth, buffers, wire
-from embodied.rpc.threads import Wakeup
+from embodied.rpc.threads import Poller, Wakeup
 
 KINDS = ("auto", "local", "remote")
 LOCAL_AVAILABLE = buffers.AVAILABLE and hasattr(sockets, "SO_PEERCRED")
@@ -38,7 +37,6 @@ MAX_UNKNOWN = 256  # Connections that have not proved yet that they have the key
 MESSAGE_SLACK = 1 << 21  # Bytes of a frame that are not arrays.
 PROVE_SECONDS = 5.0  # In which a new connection has to do so.
 ACCEPT_PAUSE = 0.01  # Seconds after an accept that failed, so that it does not spin.
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 UP, DOWN, REFUSED = range(3)  # Events of a client's link.
 
 _NONCE_BYTES = 32
@@ -81,7 +79,7 @@ class Link:
 
     def __init__(self) -> None:
         self.session: Any = None
-        self.cached: dict[bytes, Any] = {}
+        self.cached: dict[tuple[bytes, bytes], Any] = {}
 
     def send(self, frame: bytes) -> bool:
         """Sends a frame; False where the other side is gone or does not read."""
@@ -132,7 +130,7 @@ class LocalLink(Link):
         self.descriptors = (self.fileno,)
         self.memory = buffers.PeerMemory()
         self._lock = threading.Lock()  # Guards the next.
-        self._backlog: deque[tuple[bytes, int]] = deque()  # With descriptors, or -1.
+        self._backlog: deque[tuple[bytes, buffers.Memory | None]] = deque()
 
     def send(self, frame: bytes) -> bool:
         """Sends a frame, now or when the socket has room; False if that is over."""
@@ -149,7 +147,7 @@ class LocalLink(Link):
     def share(self, block: buffers.Block) -> bool:
         """Passes a block of shared memory to the other side."""
         block.shared = self
-        return self._put(_HEAD.pack(_BLOCK, block.number), os.dup(block.fileno))
+        return self._put(_HEAD.pack(_BLOCK, block.number), block.memory)
 
     def receive(self) -> Sequence[bytes]:
         """Returns the next frame, if there is one."""
@@ -175,16 +173,14 @@ class LocalLink(Link):
         """Sends what waits, as far as the socket takes it."""
         with self._lock:
             while self._backlog:
-                packet, descriptor = self._backlog[0]
                 try:
-                    self._send_packet(packet, descriptor)
+                    self._send_packet(*self._backlog[0])
                 except BlockingIOError:
                     return
                 except OSError:
                     break  # The other side is gone, which `receive` tells.
                 self._backlog.popleft()
-                _close(descriptor)
-            self._drop_backlog()
+            self._backlog.clear()
             self.on_blocked(self, False)
 
     def abort(self) -> None:
@@ -197,51 +193,45 @@ class LocalLink(Link):
     def close(self) -> None:
         """Frees the descriptors."""
         with self._lock:
-            self._drop_backlog()
+            self._backlog.clear()
         self._connection.close()
 
     def _send_later(self, frame: bytes) -> bool:
         if len(frame) <= MAX_PACKET:
-            return self._put(frame, -1)
+            return self._put(frame)
         try:
-            descriptor = buffers.make_memory(len(frame))
+            memory = buffers.Memory(len(frame))
         except OSError as error:
             log.error("No memory for a message of %d bytes: %s", len(frame), error)
             self.abort()
             return False
         view, done = memoryview(frame), 0
         while done < len(view):
-            done += os.pwrite(descriptor, view[done:], done)
-        return self._put(_HEAD.pack(_FRAME, 0), descriptor)
+            done += os.pwrite(memory.fileno, view[done:], done)
+        return self._put(_HEAD.pack(_FRAME, 0), memory)
 
-    def _put(self, packet: bytes, descriptor: int) -> bool:
-        """Sends a packet behind what waits; the descriptor is closed after that."""
+    def _put(self, packet: bytes, memory: buffers.Memory | None = None) -> bool:
+        """Sends a packet, and memory with it, behind what waits."""
         with self._lock:
-            if not self._backlog:
-                try:
-                    self._send_packet(packet, descriptor)
-                    _close(descriptor)
+            try:
+                if len(self._backlog) >= MAX_BACKLOG:
+                    raise OSError("The other side does not read.")
+                if not self._backlog:
+                    self._send_packet(packet, memory)
                     return True
-                except BlockingIOError:
-                    self.on_blocked(self, True)
-                except OSError:
-                    _close(descriptor)
-                    self.abort()  # Whatever it is, a new link may do better.
-                    return False
-            elif len(self._backlog) >= MAX_BACKLOG:
-                _close(descriptor)
-                self.abort()
+            except BlockingIOError:
+                self.on_blocked(self, True)
+            except OSError:
+                self.abort()  # Whatever it is, a new link may do better.
                 return False
-            self._backlog.append((packet, descriptor))
+            self._backlog.append((packet, memory))
             return True
 
-    def _send_packet(self, packet: bytes, descriptor: int) -> None:
-        if descriptor < 0:
+    def _send_packet(self, packet: bytes, memory: buffers.Memory | None) -> None:
+        if memory is None:
             self._send(packet)
         else:
-            passed = _DESCRIPTOR.pack(descriptor)
-            rights = (sockets.SOL_SOCKET, sockets.SCM_RIGHTS, passed)
-            self._connection.sendmsg([packet], [rights])
+            sockets.send_fds(self._connection, [packet], [memory.fileno])
 
     def _receive_memory(
         self, data: bytes, ancillary: list[tuple[int, int, bytes]], flags: int
@@ -258,10 +248,14 @@ class LocalLink(Link):
                 raise wire.WireError("a packet is too large, or has odd descriptors")
             assert self.memory is not None
             kind, number = _HEAD.unpack(data)
-            if kind == _FRAME:
-                return (_read(descriptors[0], self._max_bytes),)
-            self.memory.add(number, descriptors[0])
-            return ()
+            if kind != _FRAME:
+                self.memory.add(number, descriptors[0])
+                return ()
+            size = buffers.memory_size(descriptors[0], self._max_bytes)
+            data = os.pread(descriptors[0], size, 0)
+            if len(data) != size:  # Above 2 GB, which no limit allows.
+                raise wire.WireError("a frame could not be read whole")
+            return (data,)
         except wire.WireError as error:
             log.warning("A local link is closed: %s.", error)
             self.abort()
@@ -269,11 +263,6 @@ class LocalLink(Link):
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-
-    def _drop_backlog(self) -> None:
-        for _, descriptor in self._backlog:
-            _close(descriptor)
-        self._backlog.clear()
 
 
 class LocalListener:
@@ -283,7 +272,7 @@ class LocalListener:
       addr: numeric, of the server.
       keys: of the run; None for a server without keys.
       max_bytes: of a frame.
-      selector: what the server's loop waits with; its data are handlers of events.
+      poller: what the server's loop waits with.
       on_frame: called with a link and each frame that came.
       on_end: called with a link that has ended.
 
@@ -296,19 +285,17 @@ class LocalListener:
         addr: str,
         keys: auth.Keys | None,
         max_bytes: int,
-        selector: selectors.BaseSelector,
+        poller: Poller,
         on_frame: OnFrame,
         on_end: Callable[[Link], None],
     ):
         self._key = auth.local_key(keys)
         self._max_bytes = max_bytes
-        self._selector = selector
+        self._poller = poller
         self._on_frame = on_frame
         self._on_end = on_end
         self._unknown: dict[int, tuple[sockets.socket, float]] = {}
-        # With what handles their events. The lock guards them in the selector, too.
-        self._links: dict[LocalLink, Callable[[int], None]] = {}
-        self._lock = threading.Lock()
+        self._links: set[LocalLink] = set()
         self.name = _local_name(addr, self._key)
         self._socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
         try:
@@ -318,7 +305,7 @@ class LocalListener:
             self._socket.close()
             raise
         self._socket.setblocking(False)
-        selector.register(self._socket, READ, self._accept)
+        poller.add(self._socket.fileno(), self._accept)
 
     def expire(self) -> None:
         """Closes connections that have not proved in time that they have the key."""
@@ -329,7 +316,7 @@ class LocalListener:
 
     def close(self) -> None:
         """Closes everything."""
-        self._selector.unregister(self._socket)
+        self._poller.remove(self._socket.fileno())
         self._socket.close()
         for connection, _ in list(self._unknown.values()):
             self._forget(connection).close()
@@ -339,12 +326,10 @@ class LocalListener:
 
     def discard(self, link: Link) -> None:
         """Closes a link, if it is one of these."""
-        with self._lock:
-            if not isinstance(link, LocalLink) or link not in self._links:
-                return
-            del self._links[link]
-            self._selector.unregister(link.fileno)
-        link.close()
+        if isinstance(link, LocalLink) and link in self._links:
+            self._links.discard(link)
+            self._poller.remove(link.fileno)
+            link.close()
 
     def _accept(self, _: int) -> None:
         while True:
@@ -369,7 +354,7 @@ class LocalListener:
             deadline = time.monotonic() + PROVE_SECONDS
             self._unknown[connection.fileno()] = (connection, deadline)
             check = functools.partial(self._check, connection, nonce)
-            self._selector.register(connection, READ, check)
+            self._poller.add(connection.fileno(), check)
 
     def _check(self, connection: sockets.socket, nonce: bytes, _: int) -> None:
         """Lets a connection in that proves to have the key."""
@@ -390,13 +375,11 @@ class LocalListener:
             connection.close()
             return
         link = LocalLink(connection, self._max_bytes, self._blocked)
-        ready = self._links[link] = functools.partial(self._ready, link)
-        self._selector.register(link.fileno, READ, ready)
+        self._links.add(link)
+        self._poller.add(link.fileno, functools.partial(self._ready, link))
 
     def _ready(self, link: LocalLink, events: int) -> None:
-        if link not in self._links:
-            return  # It was discarded after the selector had found it ready.
-        if events & WRITE:
+        if events & select.POLLOUT:
             link.flush()
         try:
             for frame in link.receive():
@@ -406,14 +389,15 @@ class LocalListener:
             self._on_end(link)
 
     def _blocked(self, link: LocalLink, blocked: bool) -> None:
-        events = READ | WRITE if blocked else READ
-        with self._lock:
-            if link in self._links:
-                self._selector.modify(link.fileno, events, self._links[link])
+        events = select.POLLIN | (select.POLLOUT if blocked else 0)
+        try:
+            self._poller.modify(link.fileno, events)
+        except OSError:
+            pass  # It was closed meanwhile.
 
     def _forget(self, connection: sockets.socket) -> sockets.socket:
         del self._unknown[connection.fileno()]
-        self._selector.unregister(connection)
+        self._poller.remove(connection.fileno())
         return connection
 
 
@@ -479,17 +463,3 @@ def _local_name(addr: str, key: bytes) -> str:
 def _is_same_user(connection: sockets.socket) -> bool:
     peer = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _PEER.size)
     return _PEER.unpack(peer)[1] == os.getuid()
-
-
-def _read(descriptor: int, limit: int) -> bytes:
-    """Reads a frame out of memory that came with a packet."""
-    size = buffers.memory_size(descriptor, limit)
-    data = os.pread(descriptor, size, 0)
-    if len(data) != size:  # Above 2 GB, which no limit allows.
-        raise wire.WireError("a frame could not be read whole")
-    return data
-
-
-def _close(descriptor: int) -> None:
-    if descriptor >= 0:
-        os.close(descriptor)

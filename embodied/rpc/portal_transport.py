@@ -23,10 +23,10 @@ from __future__ import annotations
 import importlib
 import logging
 import secrets
-import selectors
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -36,10 +36,10 @@ import numpy as np
 from embodied.rpc import auth, wire
 from embodied.rpc.batching import BatchServer
 from embodied.rpc.client import Client
-from embodied.rpc.links import MESSAGE_SLACK, READ, Link, LinkEnded, OnFrame
+from embodied.rpc.links import MESSAGE_SLACK, Link, LinkEnded, OnFrame
 from embodied.rpc.server import Server, make_welcome
 from embodied.rpc.sessions import CLIENT_BYTES, MAX_INFLIGHT, make_hello
-from embodied.rpc.threads import Wakeup
+from embodied.rpc.threads import Poller, Wakeup
 
 CONNECT_SECONDS = 1.0  # Until a client's connection is given up, and tried again.
 LOOK_AROUND = 1.0  # Seconds: portal's thread tells nobody of its failure.
@@ -164,9 +164,7 @@ class ConnectLink(Link):
                 kind, tree = wire.ERROR, decode_error(status, payload)
             else:
                 kind, tree = wire.REPLY, from_portal(self._portal.unpack(payload))
-            self._put(
-                self._codec.encode(kind, number, *self._codec.flatten("", [tree]))
-            )
+            self._put(wire.encode(kind, number, *self._codec.flatten("", [tree])))
         except Exception:
             log.exception("An answer of a portal server could not be handled.")
 
@@ -177,24 +175,23 @@ class PortalServer(Server):
     `keys` has no meaning for portal; `insecure` allows other addresses than loopback.
     """
 
+    ADVICE = (
+        "portal has no authentication. Listen at localhost, use --run.transport zmq, "
+        "or allow everyone to call with --run.insecure True."
+    )
+
     def __init__(
         self, addr: str | int, *args: Any, insecure: bool = False, **kwargs: Any
     ):
         import_portal()
         self._open_to_all = insecure
         kwargs |= {"keys": None, "insecure": True}
-        super().__init__(_bind_address(addr, insecure), *args, **kwargs)
-
-    @staticmethod
-    def check(  # type: ignore[override]
-        addr: str | int, *, insecure: bool = False
-    ) -> None:
-        """Raises AuthError or ValueError if a server could not listen there."""
-        auth.check_free(_bind_address(addr, insecure))
+        addr = auth.bind_address(addr, None, insecure, self.ADVICE)
+        super().__init__(addr, *args, **kwargs)
 
     def _listen(self) -> list[Any]:
         listener = PortalListener(
-            self, self._codec, self._selector, self._receive, self._statistics.reject
+            self, self._codec, self._poller, self._receive, self._statistics.reject
         )
         allowed = "" if self._open_to_all else ", so it is a loopback address"
         note = "%s: portal has no authentication: everyone who reaches %s may call%s."
@@ -216,14 +213,15 @@ class PortalListener:
         self,
         server: Server,
         codec: wire.Codec,
-        selector: selectors.BaseSelector,
+        poller: Poller,
         on_frame: OnFrame,
         reject: Callable[[str, str], None],
     ):
         self.portal = import_portal()
         self._addr, self._name = server.addr, server.name
+        self.sessions = server.sessions
         self.codec = codec
-        self._selector = selector
+        self._poller = poller
         self.on_frame = on_frame
         self._reject = reject
         self._links: dict[Any, AcceptedLink] = {}  # By connection.
@@ -231,7 +229,7 @@ class PortalListener:
         self._arrived = Wakeup()
         self._closing = threading.Event()
         self._socket = self._open()
-        selector.register(self._arrived.fileno(), READ, self._receive)
+        poller.add(self._arrived.fileno(), self._receive)
         self._thread = threading.Thread(
             target=self._run, name=f"{server.name}-portal", daemon=True
         )
@@ -240,13 +238,13 @@ class PortalListener:
     def expire(self) -> None:
         """Notes who is there, which portal's clients do not say, and who has gone."""
         there = set(self._socket.connections)
-        for connection in list(self._links):
-            link, kind = self._links[connection], wire.HEARTBEAT
-            if connection not in there:
-                del self._links[connection]
-                kind = wire.BYE
-            if link.welcome:
-                self.on_frame(link, self.codec.control(kind))
+        for connection, link in list(self._links.items()):
+            if connection in there:
+                link.stay()
+                continue
+            del self._links[connection]
+            if link.session is not None:
+                self.sessions.bye(link.session)
 
     def discard(self, link: Link) -> None:
         """Does nothing: a connection is its client's to close."""
@@ -258,7 +256,7 @@ class PortalListener:
         self._thread.join()
         self._socket.shutdown()
         self._socket.close(LAST_REPLIES)
-        self._selector.unregister(self._arrived.fileno())
+        self._poller.remove(self._arrived.fileno())
         self._arrived.close()
 
     def send(self, connection: Any, *message: bytes | memoryview) -> bool:
@@ -296,14 +294,18 @@ class PortalListener:
         self._arrived.clear()
         while self._messages:
             connection, data = self._messages.popleft()
-            if (link := self._links.get(connection)) is None:
-                link = self._links[connection] = AcceptedLink(self, connection)
-            try:
-                link.take_in(data)
-            except wire.WireError as error:
-                text = f"Server {self._name} refused a message: {error}"
-                self._reject("request", text)
-                link.refuse(bytes(data[:8]).ljust(8, b"\0"), text)
+            if connection not in self._links:
+                self._links[connection] = AcceptedLink(self, connection)
+            self.take_in(self._links[connection], data)
+
+    def take_in(self, link: AcceptedLink, data: memoryview) -> None:
+        """Makes a call of a message, or answers with an error."""
+        try:
+            link.take_in(data)
+        except wire.WireError as error:
+            text = f"Server {self._name} refused a message: {error}"
+            self._reject("request", text)
+            link.refuse(bytes(data[:8]).ljust(8, b"\0"), text)
 
     # The thread that takes messages.
 
@@ -337,8 +339,8 @@ class PortalListener:
 class AcceptedLink(Link):
     """A server's end of one of portal's connections.
 
-    It greets the server for its client. Calls that come before the server's welcome
-    wait for it. The server's loop thread takes in; any thread may send.
+    It introduces its client to the server. What comes before that is let in waits.
+    The server's loop thread takes in; any thread may send.
     """
 
     def __init__(self, listener: PortalListener, connection: Any):
@@ -348,22 +350,28 @@ class AcceptedLink(Link):
         self._codec = listener.codec
         self._numbers: dict[int, bytes] = {}  # Portal's, of calls without an answer.
         self._next = 0
-        self._early: list[bytes] = []  # Calls before the welcome.
-        self._refusal = ""
-        self.welcome = False
+        self._early: list[memoryview] = []  # What came before it was let in.
         name = f"{connection[0]}:{connection[1]}"
-        hello = make_hello(secrets.token_bytes(CLIENT_BYTES), name, MAX_INFLIGHT)
-        self._hello = self._codec.control(wire.HELLO, hello)
-        listener.on_frame(self, self._hello)
+        self._hello = make_hello(secrets.token_bytes(CLIENT_BYTES), name, MAX_INFLIGHT)
+
+    def stay(self) -> None:
+        """Notes that the client is there, and tries again to have it let in."""
+        if self.session is not None:
+            self.session.heard = time.monotonic()
+        early, self._early = self._early, []
+        for data in early:
+            self._listener.take_in(self, data)
 
     def take_in(self, data: memoryview) -> None:
         """Makes a call of a message.
 
         Raises:
-          WireError: it is over the limit, or cannot be decoded.
+          WireError: the client is refused, or the message cannot be decoded.
         """
-        if self._refusal:
-            raise wire.WireError(self._refusal)
+        sessions = self._listener.sessions
+        if sessions.get(self) is None and sessions.hello(self, self._hello) is None:
+            self._early.append(data)
+            return
         limit = self._codec.max_bytes
         method, rows, arguments = decode_call(self._listener.portal, data, limit)
         spec, arrays = self._codec.flatten(method, arguments)
@@ -372,19 +380,13 @@ class AcceptedLink(Link):
         seq, others = self._next, list(self._numbers)
         self._next += 1
         self._numbers[seq] = bytes(data[:8])
-        frame = self._codec.encode(wire.CALL, seq, spec, arrays, rows, open=others)
-        if self.welcome:
-            self._listener.on_frame(self, frame)
-        else:
-            self._early.append(frame)
+        frame = wire.encode(wire.CALL, seq, spec, arrays, rows, open=others)
+        self._listener.on_frame(self, frame)
 
     def send(self, frame: bytes) -> bool:
-        """Sends an answer; what else servers say is handled here."""
+        """Sends the answer to a call."""
         message = self._codec.decode(frame)
         tree = message.value()
-        if message.seq == wire.NO_CALL:
-            self._control(message.kind, tree)
-            return True
         if (number := self._numbers.pop(message.seq, None)) is None:
             return True
         if message.kind == wire.ERROR:
@@ -400,21 +402,6 @@ class AcceptedLink(Link):
         """Answers a message with an error."""
         head = status.to_bytes(8, "little")
         return self._listener.send(self._connection, number, head, text.encode())
-
-    def _control(self, kind: int, tree: Any) -> None:
-        if kind == wire.WELCOME:
-            self.welcome = True
-            early, self._early = self._early, []
-            for frame in early:
-                self._listener.on_frame(self, frame)
-        elif kind == wire.STRANGER:
-            self._listener.on_frame(self, self._hello)
-        elif kind == wire.ERROR:
-            self._refusal = tree["message"]
-            for number in self._numbers.values():
-                self.refuse(number, self._refusal)
-            self._numbers.clear()
-            self._early.clear()
 
 
 def decode_call(portal: Any, data: memoryview, limit: int) -> tuple[str, int, list]:
@@ -475,14 +462,3 @@ def from_portal(tree: Any) -> Any:
     if isinstance(tree, list):
         return [from_portal(value) for value in tree]
     return bytes(tree) if isinstance(tree, memoryview) else tree
-
-
-def _bind_address(addr: str | int, insecure: bool) -> str:
-    try:
-        return auth.bind_address(addr, None, insecure)
-    except auth.AuthError:
-        raise auth.AuthError(
-            f"{addr} can be reached from other machines, and portal has no "
-            "authentication. Listen at localhost, use --run.transport zmq, or allow "
-            "everyone to call with --run.insecure True."
-        ) from None

@@ -2,15 +2,15 @@
 
 Threads: the loop receives, checks and hands out; workers call the bound functions and
 send the replies themselves; one thread runs what comes after replies. The loop waits
-on file descriptors only and uses no time while nothing comes. Quick batches it runs
-itself, see `threads.Loop`.
+on file descriptors, and looks every two seconds for who has gone. Quick batches it
+runs itself, see `threads.Loop`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
-import selectors
 import threading
 import time
 import traceback
@@ -22,23 +22,15 @@ from embodied.rpc.calls import Statistics, Unanswered
 from embodied.rpc.links import Link
 from embodied.rpc.sessions import NEW, REFUSED, ClientSession, Outbox, Sessions
 from embodied.rpc.structures import check_schema
-from embodied.rpc.threads import Loop, PostThread, ThreadPool, Wakeup
+from embodied.rpc.threads import Loop, Poller, PostThread, ThreadPool, Wakeup
 
 log = logging.getLogger("embodied.rpc")
 
 HEARTBEAT = 2.0  # Seconds between signs of life of a client.
 CLIENT_TIMEOUT = 8.0  # Seconds of silence after which a client counts as gone.
-MAX_HELD = 1000  # Clients that wait to be let in.
-ListenerOptions = tuple[str, auth.Keys | None, int, selectors.BaseSelector]
-COUNTS = (
-    "calls",
-    "replies",
-    "received_bytes",
-    "sent_bytes",
-    "errors",
-    "repeated",  # Calls that came twice.
-    "post_errors",
-)
+ListenerOptions = tuple[str, auth.Keys | None, int, Poller]
+# Calls that came twice are repeated.
+COUNTS = ("calls", "replies", "received_bytes", "sent_bytes", "errors", "repeated")
 
 
 class Method(NamedTuple):
@@ -97,6 +89,8 @@ class Server:
         raises it, too. The server answers nobody any more, and its owner should end.
     """
 
+    ADVICE = "pass the keys of the run (--run.keyfile FILE), or listen at localhost."
+
     def __init__(
         self,
         addr: str | int,
@@ -110,38 +104,34 @@ class Server:
         on_failure: Callable[[Exception], None] | None = None,
     ):
         self.name = name
-        self.addr = auth.bind_address(addr, keys, insecure)
+        self.addr = auth.bind_address(addr, keys, insecure, self.ADVICE)
         self._keys = None if insecure else keys or auth.Keys.default()
         self._identity = secrets.token_hex(8)  # Tells a restarted server apart.
         self._codec = wire.Codec(max_bytes)
-        self._statistics = Statistics(name, *COUNTS)
+        self._statistics = Statistics(name, *COUNTS, "post_errors")
         self._outbox = Outbox(name, self._codec, self._statistics)
         self._methods: dict[str, Method] = {}
         self._pool = ThreadPool(workers, name, self._work)
         self._pools = [self._pool]
         self._post = PostThread(f"{name}-post", backlog, self._post_failed)
         self._wakeup = Wakeup()
-        # Its data are functions that handle events.
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(
-            self._wakeup.fileno(), links.READ, lambda _: self._wakeup.clear()
-        )
+        self._poller = Poller()
+        self._poller.add(self._wakeup.fileno(), lambda _: self._wakeup.clear())
         self.sessions = Sessions(CLIENT_TIMEOUT, self._discard)
         self._listeners: list[Any] = []  # Set while it runs.
         self._loop = Loop(name, self._step, self._failed)
         self._on_failure = on_failure
         self._failure: Exception | None = None
-        self._held: set[Link] = set()  # Of clients that are not let in yet.
         self._expire_at = 0.0
         self._started = False
         self._closing = threading.Event()
 
-    @staticmethod
+    @classmethod
     def check(
-        addr: str | int, *, keys: auth.Keys | None = None, insecure: bool = False
+        cls, addr: str | int, *, keys: auth.Keys | None = None, insecure: bool = False
     ) -> None:
         """Raises AuthError or ValueError if a server could not listen there."""
-        auth.check_free(auth.bind_address(addr, keys, insecure))
+        auth.check_free(auth.bind_address(addr, keys, insecure, cls.ADVICE))
 
     def bind(
         self,
@@ -198,7 +188,7 @@ class Server:
         ended.append(self._post.stop(deadline))
         for listener in self._listeners:
             listener.close()
-        self._selector.close()
+        self._poller.close()
         self._wakeup.close()
         self._check_failure()
         if not all(ended):
@@ -250,7 +240,7 @@ class Server:
 
         The local one first: a client that finds the other looks for it.
         """
-        options = (self.addr, self._keys, self._codec.max_bytes, self._selector)
+        options = (self.addr, self._keys, self._codec.max_bytes, self._poller)
         listeners: list[Any] = self._listen_locally(options)
         try:
             listeners.append(
@@ -286,12 +276,8 @@ class Server:
             self._expire_at = now + HEARTBEAT
             if not late:
                 self._expire()
-        due = self._due()
-        if len(self.sessions) or self._held:
-            due = self._expire_at if due is None else min(due, self._expire_at)
-        timeout = None if due is None else max(0, due - now)
-        for key, events in self._selector.select(timeout):
-            key.data(events)
+        due = min(self._due(), self._expire_at)
+        self._poller.wait(max(0, due - now))
         self._after_receive()
 
     def _failed(self, error: Exception) -> None:
@@ -308,9 +294,6 @@ class Server:
 
     def _expire(self) -> None:
         self.sessions.expire()
-        held, self._held = self._held, set()
-        for link in held:
-            self._outbox.control(link, wire.STRANGER)  # It says HELLO again.
         for listener in self._listeners:
             listener.expire()
 
@@ -320,13 +303,12 @@ class Server:
 
     def _link_ended(self, link: Link) -> None:
         """A client's process has ended, or it will introduce itself again."""
-        self._held.discard(link)
         if link.session is not None and link.session.link is link:
             self.sessions.lost(link.session)
 
-    def _due(self) -> float | None:
-        """When the loop has to wake up although nothing came."""
-        return None
+    def _due(self) -> float:
+        """Returns when the loop has to wake up although nothing came."""
+        return math.inf
 
     def _after_receive(self) -> None:
         """Called last, when all messages that were there have been looked at."""
@@ -367,8 +349,7 @@ class Server:
     def _hello(self, link: Link, message: wire.Message) -> None:
         try:
             if self.sessions.hello(link, message.value()) is None:
-                self._hold(link)
-                return
+                return  # It is not let in yet, and will ask again.
         except wire.WireError as error:
             self._statistics.reject("hello", str(error))
             refusal = {"kind": "hello", "message": str(error)}
@@ -376,11 +357,6 @@ class Server:
             return
         welcome = make_welcome(self._identity, self._codec.max_bytes)
         self._outbox.control(link, wire.WELCOME, welcome)
-
-    def _hold(self, link: Link) -> None:
-        if len(self._held) >= MAX_HELD:
-            raise wire.WireError(f"{MAX_HELD} clients wait to be let in already")
-        self._held.add(link)
 
     def _call(self, session: ClientSession, message: wire.Message) -> None:
         if not self._begin(session, message.seq, message.open):
@@ -404,11 +380,9 @@ class Server:
         text = f"Server {self.name} refused '{name[:100]}': {error}"
         self._outbox.finish(session, seq, self._outbox.error(seq, "bad", text))
 
-    def _begin(
-        self, session: ClientSession, seq: int, open_calls: Sequence[int]
-    ) -> bool:
+    def _begin(self, session: ClientSession, seq: int, others: Sequence[int]) -> bool:
         """Registers a call; False if it is not to be applied, and was answered."""
-        state, reply = session.begin(seq, open_calls)
+        state, reply = session.begin(seq, others)
         if state == NEW:
             self._statistics.counts["calls"] += 1
             return True

@@ -79,11 +79,10 @@ class ClientSession:
                 return REFUSED, None
             if seq < self._highest:
                 missing.discard(seq)
-            else:
-                self._missing = {
-                    x for x in open_calls if x in missing or x > self._highest
-                }
-                self._highest = seq
+            elif missing or open_calls:
+                highest = self._highest
+                self._missing = {x for x in open_calls if x in missing or x > highest}
+            self._highest = max(seq, self._highest)
             replies[seq] = None
             return NEW, None
 
@@ -144,7 +143,8 @@ class Sessions:
             return None
         self._sessions[client] = session
         session.link, link.session = link, session
-        self._arrive(session)
+        session.heard = time.monotonic()
+        self._mark(session, away=False)
         return session
 
     def get(self, link: Link) -> ClientSession | None:
@@ -173,8 +173,7 @@ class Sessions:
         if link is not None and link is not keep:
             self._discard(link)
         if not session.away:
-            session.away = True
-            self._depart(session)
+            self._mark(session, away=True)
 
     def expire(self) -> None:
         """Marks silent clients as gone, and forgets those gone for long."""
@@ -191,19 +190,19 @@ class Sessions:
             if index >= MAX_AWAY or silent > AWAY_SECONDS:
                 self.bye(session)
 
-    def _arrive(self, session: ClientSession) -> None:
-        session.away = False
-        session.heard = time.monotonic()
-        self._present += 1
+    def _mark(self, session: ClientSession, away: bool) -> None:
+        """Notes that a client has come or gone, and tells who wants to know."""
+        session.away = away
+        sign = -1 if away else 1
+        self._present += sign
         if session.slots:
-            self._slots[session.group] = self.slots(session.group) + session.slots
-        _tell(self.on_join, session)
-
-    def _depart(self, session: ClientSession) -> None:
-        self._present -= 1
-        if session.slots:
-            self._slots[session.group] = self.slots(session.group) - session.slots
-        _tell(self.on_leave, session)
+            slots = self.slots(session.group) + sign * session.slots
+            self._slots[session.group] = slots
+        for callback in self.on_leave if away else self.on_join:
+            try:
+                callback(session)
+            except Exception:
+                log.exception("A callback failed for client %s.", session.name)
 
 
 def make_hello(
@@ -245,16 +244,6 @@ def _read_client(hello: Any) -> bytes:
     return client
 
 
-def _tell(
-    callbacks: list[Callable[[ClientSession], None]], session: ClientSession
-) -> None:
-    for callback in callbacks:
-        try:
-            callback(session)
-        except Exception:
-            log.exception("A callback failed for client %s.", session.name)
-
-
 class Outbox:
     """Encodes answers, keeps them for calls that come twice, and sends them."""
 
@@ -284,7 +273,7 @@ class Outbox:
             )
         if in_memory:
             buffers.copy_into(structures.payload_arrays(spec, memory), arrays)
-        return self._codec.encode(wire.REPLY, seq, spec, arrays, in_memory=in_memory)
+        return wire.encode(wire.REPLY, seq, spec, arrays, in_memory=in_memory)
 
     def exception(self, seq: int, method: str, error: Exception) -> bytes:
         """Encodes what a function raised."""
@@ -303,7 +292,7 @@ class Outbox:
             "type": _sendable(type_name),
             "traceback": _sendable(text[-20_000:]),
         }
-        return self._codec.encode(wire.ERROR, seq, *self._codec.flatten("", [error]))
+        return wire.encode(wire.ERROR, seq, *self._codec.flatten("", [error]))
 
     def finish(self, session: ClientSession, seq: int, frame: bytes) -> None:
         """Answers a call, for good."""

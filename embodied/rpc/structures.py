@@ -30,20 +30,9 @@ _PLAIN_DTYPE = re.compile(
     r"[<>|=]?(\?|[biufc]\d{1,2}|[SU][1-9]\d{0,8}|[mM]8(\[\d*\w+\])?)"
 )
 _EXTENDED_DTYPES = {
-    name: np.dtype(getattr(ml_dtypes, name))
-    for name in (
-        "bfloat16",
-        "float8_e3m4",
-        "float8_e4m3",
-        "float8_e4m3b11fnuz",
-        "float8_e4m3fn",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-        "int4",
-        "uint4",
-    )
+    name: np.dtype(kind)
+    for name, kind in vars(ml_dtypes).items()
+    if isinstance(kind, type) and issubclass(kind, np.generic)
 }
 _EXTENDED_NAMES = {dtype: name for name, dtype in _EXTENDED_DTYPES.items()}
 
@@ -82,17 +71,6 @@ class Spec:
       room: size of a block of memory for the payload.
       plain: whether there are values beside arrays.
     """
-
-    __slots__ = (
-        "_names",
-        "encoded",
-        "leaves",
-        "method",
-        "nbytes",
-        "plain",
-        "room",
-        "tree",
-    )
 
     def __init__(self, encoded: bytes):
         match _unpack(encoded, 0):

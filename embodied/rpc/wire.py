@@ -117,39 +117,9 @@ class Codec:
                 keep(self._by_bytes, encoded, spec)
         return spec
 
-    def encode(
-        self,
-        kind: int,
-        seq: int,
-        spec: Spec,
-        arrays: list,
-        rows: int = 0,
-        request: int = NOWHERE,
-        reply: int = NOWHERE,
-        open: Collection[int] = (),
-        in_memory: bool = False,
-    ) -> bytes:
-        """Builds a frame; with `in_memory` the arrays are already elsewhere."""
-        if not 0 <= rows < 1 << 16:
-            raise WireError(f"a stack has 0 to 65535 rows, not {rows}")
-        extra = b""
-        if request or reply or open:
-            extra = _TWO.pack(request, reply)
-            if open:
-                extra += struct.pack(f"<{len(open)}Q", *open)
-        encoded = spec.encoded
-        sizes = len(encoded), len(extra)
-        head = PRELUDE.pack(MAGIC, kind, in_memory, rows, *sizes, seq)
-        parts: list[Any] = [head, encoded, extra]
-        if arrays and not in_memory:
-            parts.append(_PADDING[-(_PRELUDE_SIZE + sum(sizes)) % ALIGN])
-            for array, leaf in zip(arrays, spec.leaves):
-                parts += (as_bytes(array), _PADDING[-leaf.nbytes % ALIGN])
-        return b"".join(parts)
-
     def control(self, kind: int, data: Any = None) -> bytes:
         """Builds the frame of a message that belongs to no call."""
-        return self.encode(kind, NO_CALL, *self.flatten("", [data]))
+        return encode(kind, NO_CALL, *self.flatten("", [data]))
 
     def decode(self, frame: Any) -> Message:
         """Checks a frame and returns what it says, without touching its arrays."""
@@ -186,9 +156,43 @@ class Codec:
         )
 
 
-def without_seq(frame: bytes) -> bytes:
-    """Returns a frame but for its call's number: the same for calls that look alike."""
-    return frame[:_HEAD_SIZE] + frame[_PRELUDE_SIZE:]
+def encode(
+    kind: int,
+    seq: int,
+    spec: Spec,
+    arrays: list,
+    rows: int = 0,
+    request: int = NOWHERE,
+    reply: int = NOWHERE,
+    open: Collection[int] = (),
+    in_memory: bool = False,
+) -> bytes:
+    """Builds a frame; with `in_memory` the arrays are already elsewhere."""
+    if not 0 <= rows < 1 << 16:
+        raise WireError(f"a stack has 0 to 65535 rows, not {rows}")
+    extra = b""
+    if request or reply or open:
+        extra = _TWO.pack(request, reply)
+        if open:
+            extra += struct.pack(f"<{len(open)}Q", *open)
+    encoded = spec.encoded
+    sizes = len(encoded), len(extra)
+    head = PRELUDE.pack(MAGIC, kind, in_memory, rows, *sizes, seq)
+    if in_memory or not arrays:
+        return head + encoded + extra
+    padding = _PADDING[-(_PRELUDE_SIZE + sum(sizes)) % ALIGN]
+    parts: list[Any] = [head, encoded, extra, padding]
+    for array, leaf in zip(arrays, spec.leaves):
+        parts += (as_bytes(array), _PADDING[-leaf.nbytes % ALIGN])
+    return b"".join(parts)
+
+
+def around_seq(frame: bytes) -> tuple[bytes, bytes]:
+    """Returns a frame before and after its call's number.
+
+    Both are the same for calls that look alike.
+    """
+    return frame[:_HEAD_SIZE], frame[_PRELUDE_SIZE:]
 
 
 def seq_of(frame: bytes) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import resource
-import selectors
 import socket as sockets
 import threading
 import time
@@ -21,8 +20,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from embodied.rpc import auth, buffers
-from embodied.rpc.links import DOWN, MESSAGE_SLACK, READ, REFUSED, UP, Link, OnFrame
-from embodied.rpc.threads import Wakeup
+from embodied.rpc.links import DOWN, MESSAGE_SLACK, REFUSED, UP, Link, OnFrame
+from embodied.rpc.threads import Poller, Wakeup
 
 HANDSHAKE_MS = 5_000  # A connection that does not identify itself by then is closed.
 SEND_QUEUE = 512  # Messages; above what well-behaved clients can have in flight.
@@ -133,7 +132,7 @@ class RouterListener:
       addr: numeric, to listen at.
       keys: of the run; None for a server that is open to everyone.
       max_bytes: of a frame.
-      selector: what the server's loop waits with; its data are handlers of events.
+      poller: what the server's loop waits with.
       on_frame: called with a link and each frame that came.
       reject: called with the reason and a text for messages that are none of ours.
 
@@ -146,11 +145,11 @@ class RouterListener:
         addr: str,
         keys: auth.Keys | None,
         max_bytes: int,
-        selector: selectors.BaseSelector,
+        poller: Poller,
         on_frame: OnFrame,
         reject: Callable[[str, str], None],
     ):
-        self._selector = selector
+        self._poller = poller
         self._on_frame = on_frame
         self._reject = reject
         # Kept by the sessions of clients that have said HELLO.
@@ -167,9 +166,9 @@ class RouterListener:
             raise
         self._socket = LockedSocket(socket)
         if self._gate:
-            selector.register(self._gate.fileno, READ, self._gate.handle)
+            poller.add(self._gate.fileno, self._gate.handle)
         for descriptor in (self._socket.fileno, self._socket.wakeup.fileno()):
-            selector.register(descriptor, READ, self._receive)
+            poller.add(descriptor, self._receive)
 
     @property
     def refused(self) -> int:
@@ -185,10 +184,10 @@ class RouterListener:
     def close(self) -> None:
         """Sends the last replies, and ends."""
         for descriptor in (self._socket.fileno, self._socket.wakeup.fileno()):
-            self._selector.unregister(descriptor)
+            self._poller.remove(descriptor)
         self._socket.close()
         if self._gate:
-            self._selector.unregister(self._gate.fileno)
+            self._poller.remove(self._gate.fileno)
             self._gate.close()
         self._context.destroy(linger=500)
 

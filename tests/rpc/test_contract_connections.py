@@ -441,7 +441,7 @@ class TestBadPeers:
         client = rpc.client(server)
         codec = wire.Codec()
         spec, arrays = codec.flatten("echo", [{"x": np.zeros(1000)}])
-        frame = codec.encode(kind, 0, spec, arrays, in_memory=True)
+        frame = wire.encode(kind, 0, spec, arrays, in_memory=True)
         with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
             peer.linger = 1000
             peer.connect(f"tcp://{server.addr}")

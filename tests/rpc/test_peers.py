@@ -87,7 +87,7 @@ class Peer:
 
     def frame(self, kind, tree, seq=wire.NO_CALL, method="", **kwargs):
         spec, arrays = self.codec.flatten(method, tree if method else [tree])
-        return self.codec.encode(kind, seq, spec, arrays, **kwargs)
+        return wire.encode(kind, seq, spec, arrays, **kwargs)
 
     def send(self, frame):
         if self.link == "remote":

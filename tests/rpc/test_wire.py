@@ -247,7 +247,7 @@ class TestKnownLooks:
         frames = wire.row_frames(wire.REPLY, spec, arrays, [(7, 2), (9, 0)])
         for (seq, index), frame in zip([(7, 2), (9, 0)], frames):
             chosen = [np.asarray(x[index]) for x in arrays]
-            assert frame == codec.encode(wire.REPLY, seq, spec, chosen)
+            assert frame == wire.encode(wire.REPLY, seq, spec, chosen)
 
 
 def table_sizes(codec):

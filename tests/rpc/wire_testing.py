@@ -65,7 +65,7 @@ trees = st.recursive(
 def encode(tree, method="act", codec=None, **kwargs):
     codec = codec or Codec()
     spec, found = codec.flatten(method, [tree])
-    return codec.encode(wire.CALL, 7, spec, found, **kwargs)
+    return wire.encode(wire.CALL, 7, spec, found, **kwargs)
 
 
 def frame_with(header, extra=b"", payload=b""):
