@@ -129,9 +129,7 @@ def eval_only(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(STOPPING))
         agent = make_agent()
-        source, regex = args.from_checkpoint, args.from_checkpoint_regex
-        key = "logdir" if source == args.logdir else "run.from_checkpoint"
-        step = load_agent(agent, source, regex, key)
+        step = _load(agent, args)
         logger = stack.enter_context(contextlib.closing(make_logger()))
         logger.step.load(step)
         amount = args.eval_eps
@@ -169,6 +167,12 @@ def eval_only(
     path = write_result(args.logdir, args.from_checkpoint, result, videos)
     print(f"Written to {path}", flush=True)
     return result
+
+
+def _load(agent: Agent, args: Any) -> int:
+    source, regex = args.from_checkpoint, args.from_checkpoint_regex
+    key = "logdir" if source == args.logdir else "run.from_checkpoint"
+    return load_agent(agent, source, regex, key)
 
 
 def _check_source(args: Any) -> None:
