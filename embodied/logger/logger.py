@@ -10,6 +10,7 @@ from typing import Any, SupportsInt
 import numpy as np
 
 from embodied.logger.output import Summary
+from embodied.logger.terminal import TerminalOutput
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ class Logger:
     ):
         self.step = step
         self.multiplier = multiplier
+        outputs = list(outputs)
+        # Whether a person sees the progress of the run through it.
+        self.has_terminal = any(isinstance(x, TerminalOutput) for x in outputs)
         self._outputs = [_Guarded(output) for output in outputs]
         self._pending: list[Summary] = []
         self._pending_lock = threading.Lock()

@@ -454,7 +454,9 @@ def _check_storable(field: Field) -> None:
         raise ValueError(f"The key {STEPID!r} is added by sampling; rename yours.")
     if field.key in FLAGS and field.shape:
         raise ValueError(f"Expected {field.key} as a scalar, got shape {field.shape}.")
-    plain = field.dtype.isbuiltin == 1 and field.dtype.kind in "biuf"
+    # Not 1 for all of NumPy's own: those that come out of a pickle have 0.
+    plain = field.dtype.isbuiltin != 2 and field.dtype.kind in "biuf"
+    plain = plain and field.dtype.isnative
     if field.dtype.itemsize > 8 or not (plain or field.dtype in _EXTENSIONS):
         raise ValueError(
             f"Expected {field.key} as bool, integer or float of at most 8 bytes in "

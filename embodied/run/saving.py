@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -26,12 +27,14 @@ from embodied.checkpoint import (
     DiskTooSmallError,
     FileRecord,
     Manifest,
+    write_file,
 )
 from embodied.driver import EnvError
 from embodied.replay import Replay, ReplayCut, SavedReplay
 from embodied.run.settings import RunSettings
 
 FOLDER = "ckpt"  # In the logdir.
+CONFIG_FILE = "config.yaml"
 AGENT = "agent"
 LOGGER = "logger"
 
@@ -344,6 +347,33 @@ def must_continue(logdir: str | os.PathLike[str]) -> Iterator[None]:
             f"logdir: {logdir} holds a run with other settings. {error} Use those "
             "settings again, or another --logdir."
         ) from error
+
+
+def describe_run(logdir: str | os.PathLike[str], agent: Agent) -> None:
+    """Writes `config.yaml`, for other programs, unless the logdir has one.
+
+    Args:
+      logdir: of the run.
+      agent: with the whole configuration as its attribute `config`; nothing is written
+        for one that has none.
+    """
+    config = getattr(agent, "config", None)
+    if config and not Path(logdir, CONFIG_FILE).exists():
+        content = config_yaml({**config, "logdir": str(logdir)})
+        write_file(Path(logdir), CONFIG_FILE, content)
+
+
+def config_yaml(config: Mapping[str, Any]) -> bytes:
+    """Returns a configuration as `config.yaml` has it."""
+    # Here, because importing the framework should not import its parser.
+    from ruamel.yaml import YAML
+
+    yaml: Any = YAML(typ="safe")
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    content = io.BytesIO()
+    yaml.dump(dict(config), content)
+    return content.getvalue()
 
 
 @dataclasses.dataclass(frozen=True)

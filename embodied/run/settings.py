@@ -59,6 +59,7 @@ class RunSettings:
     envs_per_worker: int = 1
     env_offset: int = 0
     env_timeout: float = 300.0
+    render: bool = False
 
     # Checkpoints and failures.
     from_checkpoint: str

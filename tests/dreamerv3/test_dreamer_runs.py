@@ -108,7 +108,7 @@ class TestPrograms:
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
-            assert any("train/loss/policy" in line for line in process.stdout)
+            assert any("| loss " in line for line in process.stdout)
             process.send_signal(signal.SIGTERM)
             shown, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")

@@ -37,6 +37,10 @@ class OldReset(Good):
     def reset(self, seed=None, options=None):
         return numpy.zeros(3, numpy.float32)
 
+class Unseeded(Good):
+    def reset(self):
+        return numpy.zeros(3, numpy.float32), {}
+
 class Raises(Good):
     def step(self, action):
         raise OSError("socket lost")
@@ -75,6 +79,11 @@ def folder(tmp_path, monkeypatch):
         ("Shape", 1, "got float32 of shape (4,) with values [1.0, 1.0, 1.0, 1.0]. Giv"),
         ("Old", 2, "expected step to return a tuple of 5 values"),
         ("OldReset", 2, "expected reset to return a tuple of 2 values"),
+        (
+            "Unseeded",
+            2,
+            "expected reset to take a seed, as Gymnasium's API has it, got ",
+        ),
         ("Needs", 2, "missing a required argument: 'size'"),
         ("Bare", 2, "expected observation_space to be a gymnasium.Space, got nothing"),
         ("Words", 2, "got Text(1, 9"),

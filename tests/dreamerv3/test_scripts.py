@@ -158,7 +158,7 @@ class TestProcess:
         steps = []
         for _ in range(2):
             with self.start(tmp_path) as process:
-                assert any("] step " in line for line in process.stdout)
+                assert any(x.startswith("step ") for x in process.stdout)
                 process.send_signal(number)
                 shown, errors = process.communicate(timeout=60)
             assert (process.returncode, errors) == (0, "")

@@ -56,7 +56,7 @@ class Program:
         command = [*prefix, sys.executable]
         command += [str(script)] if script else ["-m", "dreamerv3.main"]
         self._command = [*command, *map(str, argv)]
-        self._environ = {**os.environ, "PYTHONPATH": _folder(), **(environ or {})}
+        self._environ = {**os.environ, "PYTHONPATH": import_path(), **(environ or {})}
 
     def __enter__(self):
         self._shown = open(_memory_file(), "w+b")
@@ -213,7 +213,8 @@ class Saved:
         return self._checkpoint.read_part(self._manifest, name)
 
 
-def _folder():
+def import_path():
+    """Folders that programs import from, in PYTHONPATH."""
     here = str(pathlib.Path(__file__).parent)
     return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
 

@@ -89,6 +89,7 @@ class Actor:
         self.asked = threading.Event()  # Set when the first worker asks for actions.
         # Tells which envs are of workers that begin new episodes when they are told.
         self.owns: Callable[[int], bool] = lambda envid: False
+        self._agent = agent
         self._replay = replay
         self._logger = logger
         self._check = ObservationCheck(agent)
@@ -186,6 +187,7 @@ class Actor:
             "parallel/envs": len(self._slots),
             "timer/actor/policy": self._busy.share(),
             "timer/actor/held_back": self._blocked.share(),
+            "parallel/policy_on_cpu": getattr(self._agent, "platform", "") == "cpu",
             **dict(wiring.prefixed("server/actor", self._server_stats())),
             **dict(wiring.prefixed("client/actor_replay", self._replay.stats())),
             **dict(wiring.prefixed("client/actor_logger", self._logger.stats())),

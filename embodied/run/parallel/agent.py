@@ -14,6 +14,7 @@ from embodied.run.parallel.actor import run_actor
 from embodied.run.parallel.learner import run_learner
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import join_replicas
+from embodied.run.saving import describe_run
 from embodied.run.settings import RunSettings
 from embodied.workers import Progress, Thread
 
@@ -55,6 +56,8 @@ def run_agent(
       abandon: ends it at once and without a save, since other roles are gone.
     """
     agent = wiring.load_factory(make_agent)()
+    if settings.replica == 0:
+        describe_run(settings.logdir, agent)
     barrier = threading.Barrier(2)
     step = progress.step if progress else lambda: None
     actor = Thread(_act, agent, barrier, settings, step, name="actor")

@@ -17,6 +17,7 @@ from embodied.clock import GlobalClock
 from embodied.rpc import Disconnected
 from embodied.run.metrics import Means
 from embodied.run.parallel import wiring
+from embodied.run.parallel.bottleneck import UPDATES
 from embodied.run.parallel.conductor import Conductor
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import Replicas, join_replicas
@@ -75,9 +76,13 @@ class Learner:
         """Makes one update; StopIteration if there are no batches any more."""
         with self._waiting:
             batch = next(self._batches)
+        if not self.updates:
+            self._send({UPDATES: 0})
         with self._training:
             self._carry, outputs, metrics = self._agent.train(self._carry, batch)
         self.updates += 1
+        if self.updates == 1:
+            self._begin()
         self._give_back(outputs)
         self._means.add(metrics)
 
@@ -116,6 +121,7 @@ class Learner:
                 "fps/train": rate
                 * self._settings.batch_size
                 * self._settings.batch_length,
+                UPDATES: self.updates,
                 "parallel/updates_per_second": rate,
                 "timer/learner/wait": self._waiting.share(),
                 "timer/learner/train": self._training.share(),
@@ -130,6 +136,13 @@ class Learner:
     def drain(self, timeout: float) -> None:
         """Waits until all that was sent has arrived."""
         self._results.wait(timeout)
+
+    def _begin(self) -> None:
+        """Counts from here on: before, the replay was filled, the update compiled."""
+        for share in (self._waiting.share, self._training.share, self._stream_wait):
+            share()
+        self._counted = (time.monotonic(), self.updates)
+        self._send({UPDATES: self.updates})
 
     def _give_back(self, outputs: dict[str, Any]) -> None:
         if "replay" in outputs:

@@ -16,14 +16,13 @@ from embodied.episodes import Episodes
 from embodied.rpc import Unanswered
 from embodied.run.console import show_messages, stop_on_signals
 from embodied.run.parallel import wiring
-from embodied.run.parallel.bottleneck import find_bottleneck
+from embodied.run.parallel.bottleneck import NAMES, UPDATES, find_bottleneck
 from embodied.run.parallel.conductor import RoleCheckpoint
 from embodied.run.saving import LOGGER, StepCount, rewind
 from embodied.run.settings import RunSettings
 from embodied.run.usage import Usage
 
 BOTTLENECK = "parallel/bottleneck"
-TIMER = "timer/"
 LONGEST_PAUSE = 10.0  # Seconds without steps of any env that count as time.
 
 log = logging.getLogger("embodied.run")
@@ -76,7 +75,8 @@ class LoggerRole:
         self._actor_threads = settings.actor_threads
         self._lock = threading.Lock()
         self._counted = threading.Condition(self._lock)
-        self._shares: dict[str, float] = {}  # Of time, the newest of every role.
+        self._reported: dict[str, float] = {}  # The newest of every role.
+        self._told: set[str] = set()  # Bottlenecks that a person has read about.
         self._steps = 0
         self._since = time.monotonic()
         self._closed = False
@@ -84,10 +84,15 @@ class LoggerRole:
     def add(self, metrics: dict[str, Any]) -> None:
         """Adds metrics of a role."""
         with self._lock:
+            phase = self._reported.get(UPDATES)
             for name, value in metrics.items():
-                if name.startswith(TIMER):
-                    self._shares[name] = float(value)
+                if name in NAMES:
+                    self._reported[name] = float(value)
             self._logger.add(metrics)
+            # The first batch and the first update are news.
+            if self._reported.get(UPDATES) != phase and not phase:
+                self._logger.add({BOTTLENECK: find_bottleneck(self._reported)})
+                self._logger.write()
             self._write_if_due()
 
     def tran(self, transitions: dict[str, Any]) -> int:
@@ -163,16 +168,21 @@ class LoggerRole:
             self._logger.add({"fps/env": steps / max(1e-9, elapsed)})
         self._logger.add(self._episodes.result())
         self._logger.add(self._usage.result(), prefix="usage/logger")
-        if self._shares and steps:
-            line = find_bottleneck(self._shares, self._actor_threads)
+        if self._reported and steps:
+            line = find_bottleneck(self._reported, self._actor_threads)
             self._logger.add({BOTTLENECK: line})
-            log.info(
-                "Step %d, %.0f steps/s. Bottleneck: %s.",
-                int(self._logger.step),
-                steps / max(1e-9, elapsed),
-                line,
-            )
+            self._tell(line, steps / max(1e-9, elapsed))
         self._logger.write()
+
+    def _tell(self, line: str, rate: float) -> None:
+        """Prints who holds the run back; once, where a terminal shows the rest."""
+        role, colon, _ = line.partition(":")
+        note = f"Bottleneck: {line}." if colon else f"Now: {line}."
+        if not getattr(self._logger, "has_terminal", False):
+            log.info("Step %d, %.0f steps/s. %s", int(self._logger.step), rate, note)
+        elif colon and role not in self._told:
+            log.info("%s", note)
+        self._told.add(role)
 
 
 def parallel_logger(make_logger: Any, args: Any) -> None:

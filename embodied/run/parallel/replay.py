@@ -58,6 +58,8 @@ class ReplayRole:
     ):
         self._replays = {TRAIN_REPLAY: train, EVAL_REPLAY: evaluation}
         self._train, self._eval = train, evaluation
+        for replay in self._replays.values():
+            replay.use_context(settings.replay_context)
         self._batch = settings.batch_size
         self.limiter = make_limiter(settings)
         self._streams = {
