@@ -194,8 +194,9 @@ def check_replay(logdir, max_gaps=0):
 
     Args:
       logdir: of the run.
-      max_gaps: places where steps may be missing: each stream has one where the
-        replay, or the actor, was lost.
+      max_gaps: places where steps may be missing: each env has one where the actor was
+        lost, and two where the replay was: after the last save, and where a new episode
+        begins since a batch was in doubt.
     """
     before, steps = set(), []
     for manifest in manifests(logdir):

@@ -54,7 +54,7 @@ class TestRolesThatComeBack:
             run.goes_on()
             check_ratio(run, lost=True)
             run.leave()
-        check_replay(tmp_path, max_gaps=2 * ENVS)
+        check_replay(tmp_path, max_gaps=4 * ENVS)
         check_metrics(tmp_path)
 
     def test_replay_between_its_part_of_a_save_and_the_commit(self, tmp_path):
@@ -73,7 +73,7 @@ class TestRolesThatComeBack:
             run.saves()
             run.goes_on()
             run.leave()
-        check_replay(tmp_path, max_gaps=ENVS)
+        check_replay(tmp_path, max_gaps=2 * ENVS)
         check_files(tmp_path)
 
     def test_agent_process(self, tmp_path):

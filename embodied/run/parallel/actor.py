@@ -99,6 +99,8 @@ class Actor:
         self._on_fatal = on_fatal
         self._progress = progress
         self._stored = wiring.Results(self._not_stored)
+        self._published = 0  # Batches; with the next, for the thread that publishes.
+        self._broken: dict[int, int] = {}  # By env, the last batch before a new stream.
         self._logged = wiring.Results(self._not_logged)
         self._should_log = LocalClock(log_every)
         self._busy = wiring.Stopwatch()
@@ -196,7 +198,8 @@ class Actor:
         marks = {"envid": envids, "is_eval": is_eval}
         with self._blocked:
             future = self._replay.add_batch({**transitions.stored, **marks})
-        self._stored.add(future, envids)
+        self._published += 1
+        self._stored.add(future, (envids.tolist(), self._published))
         message = {
             **{key: transitions.stored[key] for key in SIGNALS},
             "is_first": transitions.is_first,
@@ -263,12 +266,16 @@ class Actor:
             return {}
         return {"images": images, "image_envid": np.array([filmed], np.int32)}
 
-    def _not_stored(self, envids: np.ndarray, error: Exception) -> None:
+    def _not_stored(self, batch: tuple[list[int], int], error: Exception) -> None:
         if isinstance(error, RemoteError) and error.type == ReplayMemoryError.__name__:
             self._on_fatal(ReplayMemoryError(error.message))  # It never will.
             return
         logger.warning("The replay did not take a batch: %s", error)
-        self._slots.free(envids.tolist())  # What follows is not consecutive.
+        envids, number = batch
+        # What follows is not consecutive; once for all that were on their way.
+        envids = [x for x in envids if self._broken.get(x, 0) < number]
+        self._broken.update(dict.fromkeys(envids, self._published))
+        self._slots.free(envids)
 
     def _not_logged(self, _: Any, error: Exception) -> None:
         logger.warning("The logger did not take a batch: %s", error)

@@ -256,6 +256,26 @@ class TestPublish:
         setting.step([0, 1])
         assert setting.stored()["is_first"].tolist() == [True, False]
 
+    def test_batches_that_are_lost_together_begin_one_episode(self):
+        setting = Setting(replay=FakeClient(held=["add_batch"]))
+        setting.actor.owns = lambda envid: True
+        setting.step([0], is_first=[True])
+        for _ in range(2):
+            setting.step([0])
+        first, second, third = setting.replay.open
+        first.set_error(RuntimeError("gone"))
+        setting.step([0])  # Here it is noticed.
+        reply, message = setting.actor.act(observations([0]))
+        assert reply["reset"].tolist() == [True]
+        setting.actor.publish(message)
+        second.set_error(RuntimeError("gone"))
+        setting.step([0], is_first=[True])
+        third.set_error(RuntimeError("gone"))
+        for _ in range(2):
+            reply, message = setting.actor.act(observations([0]))
+            assert reply["reset"].tolist() == [False]
+            setting.actor.publish(message)
+
     def test_a_replay_without_memory_is_fatal(self):
         error = RemoteError("exception", "too large", "ReplayMemoryError")
         setting = Setting(replay=FakeClient(add_batch=error))
