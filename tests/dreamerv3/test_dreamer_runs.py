@@ -103,7 +103,7 @@ class TestPrograms:
 
     def test_a_signal_saves(self, tmp_path):
         argv = arguments(tmp_path, 10**9, "--run.log_every", "0.1")
-        argv += ["--logger.outputs+", "terminal"]
+        argv += ["--logger.outputs+", "terminal", "--logger.filter", "train/opt/loss"]
         command = [sys.executable, "-m", "dreamerv3.main", *argv]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
