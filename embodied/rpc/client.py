@@ -120,9 +120,9 @@ class Client(Connection):
         nbytes = spec.nbytes
         limit = self._max_bytes
         if nbytes > limit or len(spec.encoded) > limit + links.MESSAGE_SLACK:
+            size = max(nbytes, len(spec.encoded))
             raise wire.WireError(
-                f"Arguments of '{method}' have {nbytes + len(spec.encoded)} bytes; the "
-                f"server takes {limit}."
+                f"Arguments of '{method}' have {size} bytes; the server takes {limit}."
             )
         call = Future(method, self.addr, self)
         arena = self._memory
