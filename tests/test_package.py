@@ -7,7 +7,6 @@ networks and few steps.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -31,6 +30,7 @@ SMALL = {
     "dreamerv3 --configs demo": "--run.steps 300 --run.train_ratio 4 --batch_size 4 "
     "--run.envs 2 --agent.imag_length 3",
     "dreamerv3 --script eval_only": "--run.eval_eps 2 --run.envs 2",
+    "dreamerv3 --script plot": "",
     "dreamerv3 --task my_env:MyEnv": "",
 }
 # Run by other tests, or before the tests start.
@@ -162,19 +162,12 @@ def test_a_run_can_be_loaded(folder):
     assert run(folder, "python", "-c", code) == "True\n"
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("dreamerv3.plot") is None,
-    reason="The package has no dreamerv3.plot.",
-)
 def test_a_run_can_be_drawn(folder):
-    run(folder, "python", "-m", "dreamerv3.plot", "logdir/demo", "--out", "scores.png")
-    assert (folder / "scores.png").read_bytes().startswith(b"\x89PNG")
+    run(folder, *command_that_begins("dreamerv3 --script plot"))
+    drawn = folder / "logdir/demo/scores.png"
+    assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("dreamerv3.api") is None,
-    reason="The package has no dreamerv3.train.",
-)
 def test_the_call_of_the_first_page_trains_and_returns_a_policy(tmp_path):
     source = program("train.py")
     small = source.replace("steps=8000", SMALL_CALL)
