@@ -76,6 +76,8 @@ class TestProcess:
         argv = ["--configs", "debug", "--logdir", str(tmp_path / "run")]
         code = (
             "import os, signal, sys\n"
+            # A shell may have started the tests with it ignored.
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "class Finder:\n"
             "    def find_spec(name, *_):\n"
             f"        if name == {module!r}:\n"
