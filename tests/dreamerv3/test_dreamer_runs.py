@@ -12,7 +12,7 @@ from dreamer_testing import QUICK
 
 import embodied.run
 from dreamerv3.agent import Agent
-from dreamerv3.cli import factories
+from dreamerv3.cli import factories, scripts
 from dreamerv3.cli.config import load_config, make_args
 from dreamerv3.main import main
 from embodied.checkpoint import Checkpoint
@@ -117,6 +117,12 @@ class TestPrograms:
         assert step > 0 and agent["opt"]["step/value"] > 0
 
 
+def use_envs(monkeypatch, make_env):
+    """Has `--script train` use other environments."""
+    program = functools.partial(scripts.run_train, make=make_env)
+    monkeypatch.setitem(scripts.SCRIPTS, "train", program)
+
+
 class TestRefusals:
     def refused(self, logdir, capsys, *argv):
         assert main(arguments(logdir, 8, *argv)) == 2
@@ -135,7 +141,7 @@ class TestRefusals:
         def make_env(config, index):
             return Dummy("disc", size=(40, 40))
 
-        monkeypatch.setattr(factories, "make_env", make_env)
+        use_envs(monkeypatch, make_env)
         line = self.refused(tmp_path / "run", capsys)
         assert "Images expected sides that are multiples of 16" in line
         assert "got 40x40" in line
@@ -146,7 +152,7 @@ class TestRefusals:
         def make_env(config, index):
             raise ValueError("a mistake of its author")
 
-        monkeypatch.setattr(factories, "make_env", make_env)
+        use_envs(monkeypatch, make_env)
         assert main(arguments(tmp_path / "run", 8)) == 1
         shown = capsys.readouterr().err
         assert "ValueError: a mistake of its author" in shown

@@ -15,7 +15,7 @@ ROLLOUT = ["--script", "rollout", "--random_agent", "True", "--run.envs", "1"]
 ROLLOUT += ["--logger.outputs", "jsonl", "--run.steps", "50"]
 MODULE = """
 import gymnasium, numpy, sys
-from gymnasium.spaces import Box, Discrete, Text
+from gymnasium.spaces import Box, Discrete
 
 class Good(gymnasium.Env):
     observation_space = Box(0, 1, (3,), numpy.float32)
@@ -59,9 +59,6 @@ class Needs(Good):
 
 class Bare(gymnasium.Env):
     pass
-
-class Words(Good):
-    observation_space = Text(9)
 """
 
 
@@ -86,7 +83,6 @@ def folder(tmp_path, monkeypatch):
         ),
         ("Needs", 2, "missing a required argument: 'size'"),
         ("Bare", 2, "expected observation_space to be a gymnasium.Space, got nothing"),
-        ("Words", 2, "got Text(1, 9"),
     ],
 )
 def test_mistakes_in_an_environment_are_one_line(folder, capsys, name, code, words):

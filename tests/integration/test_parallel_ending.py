@@ -31,7 +31,6 @@ class Hanging(CountingAgent):
         return super().save()
 
 scripts.make_agent = lambda config, spaces: Hanging()
-scripts.make_env = lambda config, index: Task(index)
 """
 
 FAILING = """
@@ -41,7 +40,6 @@ def fail(*args):
 class Failing(CountingAgent):
     {method} = fail
 
-scripts.make_env = lambda config, index: Task(index)
 scripts.make_agent = lambda config, spaces: Failing()
 """
 
@@ -56,7 +54,6 @@ class FailingOnce(CountingAgent):
             raise OSError("the device was away for a moment")
         return super().{method}(*args)
 
-scripts.make_env = lambda config, index: Task(index)
 scripts.make_agent = lambda config, spaces: FailingOnce()
 """
 
@@ -67,7 +64,6 @@ from dreamerv3.cli.config import ConfigError
 def fail(*args):
     raise ConfigError("this can never work")
 
-scripts.make_env = lambda config, index: Task(index)
 scripts.make_agent = fail
 """
 
@@ -85,7 +81,6 @@ def make_replay(*args):
     return made(*args)
 
 scripts.make_replay = make_replay
-scripts.make_env = lambda config, index: Task(index)
 scripts.make_agent = lambda config, spaces: CountingAgent()
 """
 
@@ -150,7 +145,7 @@ def test_the_second_interrupt_ends_it_at_once(tmp_path):
         (FAILING.format(method="policy"), "agent"),
         (FAILING.format(method="save"), "agent"),
         (FAILING.format(method="load = None; __init__"), "agent"),
-        (FAILING.format(method="_") + "scripts.make_env = fail", "env"),
+        (FAILING.format(method="_") + "scripts.EnvFactory = lambda *args: fail", "env"),
         (FAILING.format(method="_") + "scripts.make_replay = fail", "replay"),
         (FAILING.format(method="_") + "scripts.make_logger = fail", "logger"),
     ],
