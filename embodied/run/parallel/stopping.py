@@ -20,6 +20,7 @@ from embodied.run.saving import FOLDER
 from embodied.run.training_run import EVAL_REPLAY, TRAIN_REPLAY
 
 LOOKS = 10  # Within the time that may pass without progress.
+END_SECONDS = 1.0  # Until the watch of a run that was never to stop has ended.
 
 
 class StopTimeout(CheckpointError):
@@ -76,7 +77,9 @@ class StopWatch:
         self._steps += 1
 
     def _run(self) -> None:
-        self._stop.wait()
+        while not self._stop.wait(END_SECONDS):
+            if self._left.is_set():
+                return
         seen, since = self._progress(), time.monotonic()
         while not self._left.wait(self._seconds / LOOKS):
             found = self._progress()
