@@ -24,7 +24,7 @@ venv: $(INSTALLED) ## Create .venv and install everything into it
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 was not found. Install it, or pass its path: make PYTHON=/path/to/python3.11"; exit 1; }
-	@echo "Installing into $(VENV) (about a minute the first time) ..."
+	@echo "Installing into $(VENV) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(VENV) || { echo "python -m venv failed. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@$(BIN)/python $(PIP_INSTALL) -e '.[$(EXTRAS)]'
 	@touch $(INSTALLED)
