@@ -181,6 +181,13 @@ class Arena:
             self._total += size
             return block
 
+    def close(self) -> None:
+        """Frees the blocks that are not in use; the others go with who uses them."""
+        with self._lock:
+            for spare in self._spare.values():
+                spare.clear()
+            self._spare.clear()
+
 
 class PeerMemory:
     """Blocks of another process, which it has passed over a link.

@@ -178,6 +178,7 @@ class Client(Connection):
         self._turn.control.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._arena.close()
 
     def __enter__(self) -> Client:
         return self

@@ -292,6 +292,8 @@ def valid_values(key, default):
         found = st.floats(allow_nan=False, allow_infinity=False) | st.floats(0, 1)
     elif key == "suite.tasks":
         return st.sampled_from([("all",), ("dummy_disc", "bsuite_mnist/0")])
+    elif key == "plot.runs":
+        return st.sampled_from([("none",), ("one run", "runs/*")])
     elif isinstance(default, tuple):
         return st.lists(st.sampled_from(rule.names), min_size=1, unique=True).map(tuple)
     elif rule and rule.names:
@@ -303,6 +305,11 @@ def valid_values(key, default):
     else:
         found = st.text(CHARACTERS, max_size=30)
     return found.filter(rule.accepts) if rule else found
+
+
+@pytest.mark.parametrize("key", FREE)
+def test_every_free_key_has_values_to_try(key):
+    valid_values(key, DEFAULTS[key]).validate()
 
 
 @st.composite
