@@ -5,10 +5,17 @@ INSTALLED := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& echo $$p && break; done)
-EXTRAS := dev,plot,portal,view,wandb,atari,bsuite,crafter,dmc,memmaze,minigrid,mujoco
+EXTRAS := dev,portal,view,wandb,onnx,video,atari,bsuite,crafter,dmc,envpool,memmaze,minigrid,mujoco
 LOGDIR ?= logdir/demo
+# An environment that has the package as users install it, and nothing else.
+WHEEL_VENV := .venv-wheel
+WHEEL_BIN := $(WHEEL_VENV)/bin
+WHEEL_EMPTY := $(WHEEL_VENV)/.empty
+WHEEL_INSTALLED := $(WHEEL_VENV)/.installed
+PACKAGED := $(shell find embodied dreamerv3 -type f -not -name '*.pyc')
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-warn-script-location -c constraints.txt
 
-.PHONY: help venv demo test test-slow lint format bench clean
+.PHONY: help venv wheel demo test test-slow lint format bench clean
 
 help: ## Show what there is to do
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -17,26 +24,44 @@ venv: $(INSTALLED) ## Create .venv and install everything into it
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 was not found. Install it, or pass its path: make PYTHON=/path/to/python3.11"; exit 1; }
-	@echo "Installing into $(VENV) (about a minute the first time) ..."
+	@echo "Installing into $(VENV) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(VENV) || { echo "python -m venv failed. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/python $(PIP_INSTALL) -e '.[$(EXTRAS)]'
 	@touch $(INSTALLED)
+
+wheel: $(WHEEL_INSTALLED) ## Build the package, and install it without extras into .venv-wheel
+
+# Begun anew when dependencies change: one that is not declared any more must go.
+$(WHEEL_EMPTY): pyproject.toml constraints.txt $(INSTALLED)
+	@$(BIN)/python -m venv --clear $(WHEEL_VENV)
+	@touch $(WHEEL_EMPTY)
+
+# Without what an earlier build has left: it would end up in the package.
+$(WHEEL_INSTALLED): $(WHEEL_EMPTY) README.md LICENSE $(PACKAGED)
+	@echo "Building the package and installing it into $(WHEEL_VENV) ..."
+	@rm -rf build $(WHEEL_VENV)/dist
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WHEEL_VENV)/dist .
+	@rm -rf build
+	@$(WHEEL_BIN)/python $(PIP_INSTALL) --no-deps --force-reinstall $(WHEEL_VENV)/dist/*.whl
+	@$(WHEEL_BIN)/python $(PIP_INSTALL) --no-compile $(WHEEL_VENV)/dist/*.whl
+	@touch $(WHEEL_INSTALLED)
 
 demo: $(INSTALLED) ## Learn to balance a pole, in minutes on a CPU, and draw the curve
 	@$(BIN)/python -m dreamerv3.main --configs demo --logdir $(LOGDIR) $(FLAGS)
-	@$(BIN)/python -m benchmarks.plot $(LOGDIR) --out $(LOGDIR)/scores.png
+	@$(BIN)/python -m dreamerv3.plot $(LOGDIR) --out $(LOGDIR)/scores.png
 
-test: lint ## Lint, then all tests that are quick
+test: lint $(WHEEL_INSTALLED) ## Lint, then all tests that are quick
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -q
 
-test-slow: $(INSTALLED) ## The same tests with long rounds
+test-slow: $(INSTALLED) $(WHEEL_INSTALLED) ## The same tests with long rounds
 	@$(BIN)/python -m pytest -q -m slow --timeout=3600
 
-lint: $(INSTALLED) ## Formatting, lint, types, and who may import whom
+lint: $(INSTALLED) ## Formatting, lint, types, who may import whom, and declared dependencies
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/deptry embodied dreamerv3
 
 format: $(INSTALLED) ## Format and fix what can be fixed
 	@$(BIN)/ruff format .
@@ -48,5 +73,5 @@ bench: $(INSTALLED) ## Benchmarks that are sized for a laptop
 	@$(BIN)/python -m benchmarks.replay
 	@$(BIN)/python -m benchmarks.simulated --seconds 20
 
-clean: ## Remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ## Remove .venv, .venv-wheel and caches
+	rm -rf $(VENV) $(WHEEL_VENV) build .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,22 +1,34 @@
 """The DreamerV3 algorithm on top of the embodied framework.
 
-`dreamerv3.load(logdir)` returns the policy of a run, to act with.
+`dreamerv3.train(env, steps, logdir)` trains an agent and returns its policy,
+`dreamerv3.load(logdir)` returns the policy of a run, to act with. `dreamerv3.Agent` is
+the agent itself.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dreamerv3.agent import Agent
+    from dreamerv3.api import train
     from dreamerv3.policies.inference import load
 
-__all__ = ["load"]
+__all__ = ["Agent", "load", "train"]
+
+# Imported on first use, because most importers of this package do not need what is
+# behind them.
+_HOMES = {
+    "Agent": "dreamerv3.agent",
+    "load": "dreamerv3.policies.inference",
+    "train": "dreamerv3.api",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Here, because most importers of this package do not need the libraries behind it.
-    if name == "load":
-        from dreamerv3.policies.inference import load
-
-        return load
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("export", "plot"):
+        return importlib.import_module(f"dreamerv3.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import elements
+
 from dreamerv3 import model
 from dreamerv3.cli.config import read_blocks
 from dreamerv3.policies.spaces import spaces_to_tree
@@ -36,18 +38,23 @@ LATENT_KEYS = (model.DETER, model.STOCH)
 class Agent(JaxAgent):
     """Learns a world model, and a policy in it. See `embodied.Agent` for its use.
 
+    Subclasses may add losses; `examples/own_loss.py` shows how.
+
     Args:
       obs_space: spaces by key, `reward`, `is_first`, `is_last` and `is_terminal`
         among them; keys that start with `log/` are left out.
       act_space: spaces by key; `reset` is left out.
-      config: the whole configuration. What is missing of it at the top level is
-        taken from the defaults.
+      config: the whole configuration, or its `agent` block with other keys beside it,
+        such as `jax` and `logdir`. What is missing is taken from the defaults.
       compiler: options of the compiler.
 
     Raises:
       ValueError: spaces or settings that the agent cannot work with.
       SetupError: the devices are not those that the settings ask for.
     """
+
+    # Set by subclasses, as a static method; its losses need scales of their names.
+    extra_losses: model.ExtraLosses | None = None
 
     def __init__(
         self,
@@ -57,10 +64,12 @@ class Agent(JaxAgent):
         *,
         compiler: Mapping[str, Any] | None = None,
     ):
-        config = {**read_blocks()["defaults"], **config}
+        config = whole_config(config)
+        self.config = elements.Config(config)
         self._report = config["agent"]["report"]
         backend = set_up_devices(config)
-        algorithm = make_algorithm(obs_space, act_space, config, backend)
+        extra = type(self).extra_losses
+        algorithm = make_algorithm(obs_space, act_space, config, backend, extra)
         options = _options(config, compiler)
         super().__init__(algorithm, options)
         self.obs_space = agent_observations(obs_space)
@@ -86,8 +95,24 @@ class Agent(JaxAgent):
         return {**super().save(), "spaces": self._spaces}
 
 
+def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all groups of the configuration, those that are missing by default."""
+    defaults = read_blocks()["defaults"]
+    inner = {}
+    if "agent" not in config:
+        inner = {key: config[key] for key in defaults["agent"] if key in config}
+    given = {key: value for key, value in config.items() if key not in inner}
+    # Agents do not need it, so that nobody may have said which it is.
+    defaults["task"] = "unknown"
+    return {**defaults, "agent": {**defaults["agent"], **inner}, **given}
+
+
 def make_algorithm(
-    obs_space: Spaces, act_space: Spaces, config: Mapping[str, Any], backend: Backend
+    obs_space: Spaces,
+    act_space: Spaces,
+    config: Mapping[str, Any],
+    backend: Backend,
+    extra_losses: model.ExtraLosses | None = None,
 ) -> Algorithm:
     """Puts the agent's functions together."""
     settings = config["agent"]
@@ -109,6 +134,7 @@ def make_algorithm(
         replay_context=context,
         priority=config["replay"]["fracs"]["priority"] > 0,
         unroll=CPU_UNROLL if backend.platform == "cpu" else UNROLL,
+        extra_losses=extra_losses,
     )
     same = settings["eval_mode"] == "sample"
     return Algorithm(

@@ -1,11 +1,19 @@
 """Writes the policy of a run without all that only training needs.
 
     python -m dreamerv3.export logdir/run policies/run [--dtype bfloat16]
+    python -m dreamerv3.export logdir/run policies/onnx --format onnx
 
-`dreamerv3.load` and `--script eval_only` take the new folder as they take a logdir. It
-has the weights of encoder, dynamics and policy alone, a seventh of a checkpoint. In
+Formats:
+
+    policy       what `dreamerv3.load` and `--script eval_only` take like a logdir
+    hub          a folder for the Hugging Face Hub, with a card; `load` takes it, too
+    stablehlo    for `jax.export`, on any platform, without this package
+    onnx         for ONNX Runtime and the like; needs the extra `onnx`
+
+It has the weights of encoder, dynamics and policy alone, a seventh of a checkpoint. In
 bfloat16 it is half of that, and acts the same on accelerators, which compute with such
-weights anyway; on the CPU actions differ slightly.
+weights anyway; on the CPU actions differ slightly. `policies/portable.py` explains the
+inputs and outputs of the last two.
 """
 
 from __future__ import annotations
@@ -19,75 +27,115 @@ from collections.abc import Sequence
 
 import ml_dtypes
 
-from dreamerv3.cli.config import FILENAME, ConfigError, run_config
-from dreamerv3.policies.inference import agent_spaces, must_fit
+from dreamerv3.cli.config import FILENAME, ConfigError
+from dreamerv3.cli.task_origin import is_own, sign_task
+from dreamerv3.policies.hub import write_hub
+from dreamerv3.policies.inference import must_fit
 from dreamerv3.policies.spaces import spaces_to_tree
 from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.run.saving import AGENT, FOLDER, read_agent
 
 DTYPES = ("float32", "bfloat16")
+FORMATS = ("policy", "hub", "stablehlo", "onnx")
 
 
 def export(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     dtype: str = "float32",
+    format: str = "policy",
+    task: str | None = None,
 ) -> int:
     """Writes the policy of a run's newest checkpoint to a folder.
 
     Args:
       source: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it.
       target: a folder that does not exist yet, or is empty.
-      dtype: of matrices; one of `DTYPES`.
+      dtype: of matrices; one of `DTYPES`. Other runtimes have float32.
+      format: one of `FORMATS`.
+      task: of the run, if it names code and is not trusted; see `dreamerv3.load`.
 
     Returns:
-      The number of bytes that the weights take.
+      The number of bytes that the files of the policy take.
 
     Raises:
       CheckpointError: there is no whole checkpoint, it does not fit its config, or
         there is something at the target.
+      ConfigError: there is no config, it cannot be used, or its task is not trusted.
+      ImportError: a package of the format is not installed.
     """
-    from dreamerv3.policies.acting_agent import ActingAgent, on_one_device
-
-    if dtype not in DTYPES:
-        raise ValueError(f"export expected dtype {' or '.join(DTYPES)}, got {dtype!r}.")
-    half = dtype == "bfloat16"
+    for name, value, known in (("dtype", dtype, DTYPES), ("format", format, FORMATS)):
+        if value not in known:
+            raise ValueError(
+                f"export expected {name} {' or '.join(known)}, got {value!r}."
+            )
     folder = pathlib.Path(target).expanduser()
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"export expected an empty folder, got {folder}.")
+    if format in ("policy", "hub"):
+        return _write_weights(source, folder, dtype, format, task)
+    if dtype != DTYPES[0]:
+        raise ValueError(
+            f"export expected dtype {DTYPES[0]} for {format}, got {dtype}."
+        )
+    # Here, because it imports all of JAX.
+    from dreamerv3.policies import portable
+
+    policy = portable.load_portable(source, task)
+    folder.mkdir(parents=True, exist_ok=True)
+    portable.WRITERS[format](policy, folder)
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _write_weights(
+    source: str | os.PathLike[str],
+    folder: pathlib.Path,
+    dtype: str,
+    format: str,
+    task: str | None,
+) -> int:
+    from dreamerv3.policies.portable import open_agent
+
     saved = read_agent(source)
-    config = run_config(saved.logdir)
-    if config.random_agent:
-        raise CheckpointError(f"export expected an agent with weights in {source}.")
-    obs_space, act_space = agent_spaces(config, saved)
-    agent = ActingAgent(obs_space, act_space, on_one_device(config, "cpu"))
+    config, agent, obs_space, act_space = open_agent(saved, task)
     with must_fit(saved):
         weights = agent.weights(saved.data)
+    half = dtype == "bfloat16"
     weights = {
         name: value.astype(ml_dtypes.bfloat16) if half and value.ndim > 1 else value
         for name, value in weights.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(saved.logdir / FILENAME, folder / FILENAME)
     spaces = {"obs": spaces_to_tree(obs_space), "act": spaces_to_tree(act_space)}
-    Checkpoint(folder, FOLDER).save(
-        {AGENT: {"params": weights, "spaces": spaces}}, {"step": saved.step}
-    )
+    if format == "hub":
+        write_hub(folder, saved, weights, spaces, config)
+    else:
+        shutil.copy(saved.logdir / FILENAME, folder / FILENAME)
+        if is_own(saved.logdir, config.task):
+            sign_task(folder, config.task)
+        Checkpoint(folder, FOLDER).save(
+            {AGENT: {"params": weights, "spaces": spaces}}, {"step": saved.step}
+        )
     return sum(value.nbytes for value in weights.values())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exports what the command line asks for."""
     parser = argparse.ArgumentParser(
-        prog="python -m dreamerv3.export", description=__doc__.split("\n")[0]
+        prog="python -m dreamerv3.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", help="logdir of the run")
     parser.add_argument("target", help="folder to write to")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of weights")
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0])
+    parser.add_argument("--task", help="of the run, if it names code to be trusted")
     options = parser.parse_args(argv)
+    source, target, task = options.source, options.target, options.task
     try:
-        size = export(options.source, options.target, options.dtype)
-    except (CheckpointError, ConfigError) as error:
+        size = export(source, target, options.dtype, options.format, task)
+    except (CheckpointError, ConfigError, ImportError, ValueError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     print(f"The policy is in {options.target}, {size / 1e6:.1f} MB.")
     return 0

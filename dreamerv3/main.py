@@ -11,26 +11,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
+from typing import TYPE_CHECKING, Any
 
-import elements
+if TYPE_CHECKING:
+    import elements
 
-from dreamerv3.cli import texts
-from dreamerv3.cli.config import ConfigError, load_config
-from dreamerv3.cli.factories import (
-    make_agent,
-    make_env,
-    make_logger,
-    make_replay,
-    make_stream,
-)
-from dreamerv3.cli.logdir import kept_config
-from dreamerv3.cli.scripts import SCRIPTS, RunError
-from embodied import logger as loggers
-from embodied.base import TaskError
-from embodied.checkpoint import CheckpointError
-from embodied.driver import EnvError
-from embodied.replay import ReplayMemoryError
+    from dreamerv3.cli.config import load_config
+    from dreamerv3.cli.factories import (
+        make_agent,
+        make_env,
+        make_logger,
+        make_replay,
+        make_stream,
+    )
 
 __all__ = [
     "load_config",
@@ -45,6 +38,15 @@ __all__ = [
 PACKAGE = "dreamerv3-parallel"
 
 
+def __getattr__(name: str) -> Any:
+    # Here, because Ctrl-C while the program is being imported should be no traceback.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dreamerv3.cli import config, factories
+
+    return getattr(config if name == "load_config" else factories, name)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program that the arguments ask for.
 
@@ -53,16 +55,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code: 2 if the configuration cannot be used, 1 if checkpoints cannot or
-      an environment or a role has failed, 130 after a second Ctrl-C, else 0.
+      an environment or a role has failed, 130 after a second Ctrl-C, or one before the
+      run has begun, else 0.
     """
-    if argv is None:
-        _import_from_here()
-    argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        if "--help" in argv or "-h" in argv:
-            print(texts.help_text(), end="")
+        if argv is None:
+            _import_from_here()
+        return _main(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:
+        return _fail(["left at once, without saving."], code=130)
+
+
+def _main(argv: list[str]) -> int:
+    from dreamerv3.cli.config import ConfigError, load_config
+    from dreamerv3.cli.help_pages import help_text
+    from embodied import logger as loggers
+    from embodied.base import TaskError
+    from embodied.replay import ReplayMemoryError
+
+    try:
+        topics = _help_topics(argv)
+        if topics is not None:
+            print(help_text(topics), end="")
             return 0
         if "--version" in argv:
+            from importlib import metadata
+
             print(f"dreamerv3 {metadata.version(PACKAGE)}")
             return 0
         return _run(load_config(argv), argv)
@@ -73,15 +91,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReplayMemoryError as error:
         flags = "The capacity is --replay.size, and bytes is --replay.bytes."
         return _fail([f"{error} {flags}"])
-    except KeyboardInterrupt:
-        return _fail(["left at once, without saving."], code=130)
 
 
 def _run(config: elements.Config, argv: Sequence[str]) -> int:
+    from dreamerv3.cli import texts
+    from dreamerv3.cli.logdir import kept_config, limited_access
+    from dreamerv3.cli.scripts import SCRIPTS, RunError
+    from embodied.checkpoint import CheckpointError
+    from embodied.driver import EnvError
     from embodied.run.console import show_messages
 
     try:
-        with show_messages(), kept_config(config.logdir):
+        access = limited_access(config.logdir_access)
+        with show_messages(), access, kept_config(config.logdir):
             if config.script == "suite":  # It passes the arguments on to its runs.
                 from dreamerv3.suite.runner import run_suite
 
@@ -94,6 +116,18 @@ def _run(config: elements.Config, argv: Sequence[str]) -> int:
         code = 2 if error.kind in texts.MISTAKES else 1
         return _fail([texts.env_failure(error)], code)
     return 0
+
+
+def _help_topics(argv: Sequence[str]) -> list[str] | None:
+    """Returns what help is asked for; None if there is something else to do."""
+    if not argv:
+        return []
+    for index, argument in enumerate(argv):
+        if argument in ("--help", "-h"):
+            rest = argv[index + 1 :]
+            ends = [i for i, word in enumerate(rest) if word.startswith("-")]
+            return list(rest[: ends[0] if ends else None])
+    return None
 
 
 def _import_from_here() -> None:

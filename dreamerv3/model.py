@@ -12,7 +12,7 @@ Everything here is a pure function of arrays, to be compiled by the caller:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -47,6 +47,9 @@ Carry = dict[str, Any]  # deter and stoch, as in Latent, and action by key, [B, 
 # Keys of latents in batches and in outputs for the replay.
 DETER, STOCH = "dyn/deter", "dyn/stoch"
 
+# Losses of one's own, [B, T] by name, of the networks, states and batch [B, T, ...].
+ExtraLosses = Callable[[Any, Latent, Mapping[str, Array]], Mapping[str, Array]]
+
 # Losses beside those of the decoded keys.
 LOSSES = ("rew", "con", "dyn", "rep", "policy", "value", "repval")
 
@@ -75,11 +78,23 @@ class AgentSettings:
     norms: Norms
     opt: Optimizer
     eval_mode: str
+    decoded: tuple[str, ...] = ()  # Keys of observations, whose losses `rec` scales.
+    extra_losses: ExtraLosses | None = None
 
     def scale(self, loss: str) -> float:
-        """Weight of a loss; those that have no name of their own are decoded keys."""
+        """Weight of a loss.
+
+        Raises:
+          ValueError: it has none.
+        """
         scales = dict(self.loss_scales)
-        return scales[loss if loss in LOSSES else "rec"]
+        name = "rec" if loss in self.decoded and loss not in scales else loss
+        if name not in scales:
+            raise ValueError(
+                f"Loss {loss!r} expected a scale in agent.loss_scales, which has "
+                f"{', '.join(scales)}. Give it one: --agent.loss_scales.{loss} 1.0"
+            )
+        return scales[name]
 
 
 class Model(eqx.Module):
@@ -130,6 +145,7 @@ def init(
     replay_context: int = 1,
     priority: bool = False,
     unroll: Mapping[str, int] | None = None,
+    extra_losses: ExtraLosses | None = None,
 ) -> State:
     """Makes the state before the first update.
 
@@ -143,13 +159,16 @@ def init(
       priority: whether training returns priorities for the replay.
       unroll: steps per iteration of the loops, `scan` over replayed sequences and
         `imagine`. By default 1 each.
+      extra_losses: computes further losses; see `ExtraLosses`.
 
     Raises:
       ValueError: a space that the networks cannot take.
     """
     loops = {"scan": 1, "imagine": 1, **(unroll or {})}
-    settings = _make_settings(config, replay_context, priority, loops["imagine"])
     spaces = _observations(obs_space)
+    settings = _make_settings(
+        *(config, replay_context, priority, loops["imagine"], spaces, extra_losses)
+    )
     actions = named_spaces(act_space, ("reset",))
     if not actions:
         raise ValueError("The agent expected at least one action beside reset.")
@@ -219,23 +238,51 @@ def policy(
     """
     if mode not in ("train", "eval"):
         raise ValueError(f"policy expected mode train or eval, got {mode!r}.")
-    state_key, action_key = jax.random.split(as_key(seed))
     batch = obs["is_first"].shape[0]
-    action = action_vector(params.pol.spaces, carry["action"])
-    latent, _ = params.dyn.step(
-        {"deter": carry["deter"], "stoch": carry["stoch"]},
-        action,
-        params.enc(obs),
-        obs["is_first"],
-        params.dyn.noise(state_key, (batch,)),
-    )
-    dists = params.pol(features(latent))
+    noise = policy_noise(params, seed, batch)
     if mode == "eval" and params.settings.eval_mode == "mode":
-        actions = params.pol.mode(dists)
-    else:
-        actions = params.pol.sample(dists, params.pol.noise(action_key, (batch,)))
+        noise["action"] = None
+    latent, actions = policy_step(params, carry, obs, noise)
     outputs = pack_latent(latent) if params.settings.replay_context else {}
     return {**latent, "action": actions}, actions, outputs
+
+
+def policy_noise(
+    params: Model | PolicyNetworks, seed: Array, batch: int
+) -> dict[str, Any]:
+    """Draws the noise of a policy step: of the states, and of actions by key."""
+    state_key, action_key = jax.random.split(as_key(seed))
+    return {
+        "state": params.dyn.noise(state_key, (batch,)),
+        "action": params.pol.noise(action_key, (batch,)),
+    }
+
+
+def policy_step(
+    params: Model | PolicyNetworks,
+    carry: Carry,
+    obs: Mapping[str, Array],
+    noise: Mapping[str, Any],
+) -> tuple[Latent, dict[str, Array]]:
+    """Returns the new states, and actions [B, ...] by key.
+
+    Args:
+      params: networks.
+      carry: recurrent state and last action of each env.
+      obs: [B, ...] by key, `is_first` included.
+      noise: as `policy_noise` draws it; the most likely actions without `action`.
+    """
+    latent, _ = params.dyn.step(
+        {"deter": carry["deter"], "stoch": carry["stoch"]},
+        action_vector(params.pol.spaces, carry["action"]),
+        params.enc(obs),
+        obs["is_first"],
+        noise["state"],
+    )
+    dists = params.pol(features(latent))
+    if noise["action"] is None:
+        return latent, params.pol.mode(dists)
+    return latent, params.pol.sample(dists, noise["action"])
 
 
 def policy_params(model: Model) -> PolicyNetworks:
@@ -295,9 +342,15 @@ def as_key(seed: Array) -> Array:
 
 
 def _make_settings(
-    config: Mapping[str, Any], replay_context: int, priority: bool, unroll: int
+    config: Mapping[str, Any],
+    replay_context: int,
+    priority: bool,
+    unroll: int,
+    spaces: NamedSpaces,
+    extra_losses: ExtraLosses | None,
 ) -> AgentSettings:
     """Takes the settings from the `agent` block of the configuration."""
+    _check_scales(config["loss_scales"], extra_losses)
     same = (
         *("horizon", "contdisc", "imag_last", "imag_length", "ac_grads"),
         *("reward_grad", "repval_loss", "repval_grad", "eval_mode"),
@@ -315,8 +368,22 @@ def _make_settings(
         slow_every=config["slowvalue"]["every"],
         norms=Norms(*norms),
         opt=Optimizer(**config["opt"]),
+        decoded=tuple(key for key, _ in spaces),
+        extra_losses=extra_losses,
         **{name: config[name] for name in same},
     )
+
+
+def _check_scales(
+    scales: Mapping[str, float], extra_losses: ExtraLosses | None
+) -> None:
+    unknown = sorted(set(scales) - {*LOSSES, "rec"})
+    if unknown and extra_losses is None:
+        raise ValueError(
+            f"agent.loss_scales: expected the names of losses, {', '.join(LOSSES)} and "
+            f"rec, got {', '.join(unknown)}. Losses of one's own need an agent with "
+            "extra_losses."
+        )
 
 
 def _observations(obs_space: Mapping[str, Any]) -> NamedSpaces:

@@ -31,6 +31,7 @@ from dreamerv3.losses import (
 )
 from dreamerv3.model import (
     DETER,
+    LOSSES,
     STOCH,
     Carry,
     Model,
@@ -133,6 +134,7 @@ def loss_terms(
     latent, action, data = open_batch(params, carry, batch)
     states, logits = observe(params, latent, action, data, observe_key)
     losses, metrics = world_losses(params, states, logits, data)
+    losses |= own_losses(params, states, data, losses)
     outputs: dict[str, Any] = {}
     if settings.replay_context or settings.priority:
         outputs["replay"] = {"stepid": data["stepid"]}
@@ -229,6 +231,29 @@ def world_losses(
     losses["dyn"], losses["rep"] = kl_losses(post, prior, settings.free_nats)
     metrics = {"dyn_ent": prior.entropy().mean(), "rep_ent": post.entropy().mean()}
     return losses, metrics
+
+
+def own_losses(
+    params: Model, states: Latent, data: Batch, taken: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Losses [B, T] of the agent's `extra_losses`, by name.
+
+    Raises:
+      ValueError: a name is taken, or a loss has another shape.
+    """
+    if params.settings.extra_losses is None:
+        return {}
+    losses = dict(params.settings.extra_losses(params, states, data))
+    expected = data["is_first"].shape
+    for name, value in losses.items():
+        if name in taken or name in LOSSES:
+            raise ValueError(f"extra_losses expected new names, got {name!r} again.")
+        if value.shape != expected:
+            raise ValueError(
+                f"extra_losses expected {name!r} of shape {expected}, a value for each "
+                f"step, got {value.shape}."
+            )
+    return losses
 
 
 def behavior_losses(

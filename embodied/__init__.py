@@ -1,7 +1,7 @@
 """A framework for training world-model agents; importing it imports no JAX."""
 
 from embodied import clock, envs, replay, run, streams, wrappers
-from embodied.base import Agent, Env, Stream
+from embodied.base import Agent, BatchEnv, Env, Stream
 from embodied.clock import GlobalClock, LocalClock
 from embodied.driver import Driver
 from embodied.random_agent import RandomAgent
@@ -11,6 +11,7 @@ from embodied.wrappers import Wrapper
 
 __all__ = [
     "Agent",
+    "BatchEnv",
     "Driver",
     "Env",
     "GlobalClock",

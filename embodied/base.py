@@ -143,6 +143,40 @@ class Env:
         """Frees resources. May be called more than once."""
 
 
+class BatchEnv:
+    """Several environments that step together, in one call.
+
+        obs = envs.step({'reset': ones, **zeros})
+        while True:
+          actions = policy(obs)                          # {key: [n, ...]}
+          obs = envs.step({'reset': obs['is_last'], **actions})
+
+    What holds for an `Env` holds for each of them, but that all begin a new episode
+    where one is to be reset that has not ended.
+    """
+
+    @property
+    def obs_space(self) -> Spaces:
+        """Spaces of one environment by key."""
+        raise NotImplementedError(f"{type(self).__name__}.obs_space")
+
+    @property
+    def act_space(self) -> Spaces:
+        """Spaces of one environment by key, with `reset`."""
+        raise NotImplementedError(f"{type(self).__name__}.act_space")
+
+    def __len__(self) -> int:
+        """Returns the number of environments."""
+        raise NotImplementedError(f"{type(self).__name__}.__len__")
+
+    def step(self, actions: dict[str, Array]) -> dict[str, Array]:
+        """Takes one step of all, from and to arrays [n, ...] by key."""
+        raise NotImplementedError(f"{type(self).__name__}.step")
+
+    def close(self) -> None:
+        """Frees resources. May be called more than once."""
+
+
 class Stream:
     """An iterator that can be saved and restored.
 

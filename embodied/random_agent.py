@@ -22,7 +22,7 @@ class RandomAgent(Agent):
     Args:
       obs_space: observation spaces by key.
       act_space: action spaces by key; `reset` is the driver's, not ours.
-      config: ignored, there is nothing to configure.
+      config: kept for the `config.yaml` of the run; there is nothing to configure.
       seed: the same seed draws the same actions.
     """
 
@@ -33,6 +33,7 @@ class RandomAgent(Agent):
         self.act_space = {
             key: Space.of(space) for key, space in act_space.items() if key != "reset"
         }
+        self.config = config
         self._lock = threading.Lock()
         self._rng = np.random.default_rng(seed)
         self._batched: dict[int, Spaces] = {}

@@ -14,6 +14,7 @@ import numpy as np
 
 import dreamerv3
 from dreamerv3.cli.config import run_config
+from dreamerv3.cli.task_origin import find_task_problem
 from dreamerv3.main import make_env
 from embodied.checkpoint import CheckpointError
 
@@ -24,11 +25,14 @@ def main():
     parser.add_argument("--episodes", type=int, default=1)
     parser.add_argument("--greedy", action="store_true", help="do not sample actions")
     parser.add_argument("--platform", default="auto", help="cpu, cuda or tpu")
+    parser.add_argument("--task", help="of a run of a stranger, if it names code")
     args = parser.parse_args()
 
     sample = False if args.greedy else None
     try:
-        policy = dreamerv3.load(args.logdir, platform=args.platform, sample=sample)
+        policy = dreamerv3.load(
+            args.logdir, platform=args.platform, sample=sample, task=args.task
+        )
     except (CheckpointError, ValueError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     print(f"The agent of step {policy.step}")
@@ -36,7 +40,12 @@ def main():
     print(f"  decides on {', '.join(policy.act_space)}")
 
     # The environment that the run was trained in, wrapped as it was there.
-    env = make_env(run_config(args.logdir), 0)
+    config = run_config(args.logdir)
+    if args.task:
+        config = config.update(task=args.task)
+    elif problem := find_task_problem(args.logdir, config.task):
+        parser.exit(1, f"{parser.prog}: {problem}\n")
+    env = make_env(config, 0)
     for episode in range(args.episodes):
         score, length = play(env, policy)
         print(f"Episode {episode + 1}: score {score:.4g}, length {length}")

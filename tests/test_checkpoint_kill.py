@@ -20,7 +20,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodied.checkpoint import Checkpoint, CheckpointError, write_file
+from embodied.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    DiskTooSmallError,
+    write_file,
+)
 
 STEP_CALLS = ("open", "write", "fsync", "close", "replace", "unlink", "mkdir")
 
@@ -194,6 +199,8 @@ def test_a_full_disk_keeps_the_last_checkpoint(small_disk):
     tag = checkpoint.new_tag()
     records = checkpoint.write_part(tag, "agent", 2)
     with pytest.raises(CheckpointError, match=r"Too little space .* 3.* MB are free"):
+        checkpoint.write_part(tag, "replay", np.zeros(4_000_000, np.uint8))
+    with pytest.raises(DiskTooSmallError, match=r"has 4.2 MB in all, .* needs 10 MB"):
         checkpoint.write_part(tag, "replay", np.zeros(10_000_000, np.uint8))
     # Buffers do not tell their size before, so here the disk runs full.
     with pytest.raises(CheckpointError, match="is full: chunk could not be written"):
@@ -217,6 +224,19 @@ def test_room_is_left_on_the_disk(tmp_path):
     with pytest.raises(CheckpointError, match="is to leave 1152921504607 MB"):
         Checkpoint(tmp_path, min_free_bytes=1 << 60).save({"agent": 1})
     assert not files_below(tmp_path)
+
+
+def test_by_default_what_is_left_depends_on_what_is_needed(small_disk):
+    checkpoint = Checkpoint(small_disk)
+    checkpoint.save({"agent": np.zeros(2_000_000, np.uint8)})
+    with pytest.raises(CheckpointError, match=r"2.* MB are free, .* leave 1.0 MB"):
+        checkpoint.save({"agent": np.zeros(2_000_000, np.uint8)})
+    assert "has room for 2 checkpoints" in checkpoint.find_room_problem(2_000_000)
+    assert not checkpoint.find_room_problem(1_000_000)
+    assert "TAG, is untouched" in checkpoint.what_stands().replace(
+        checkpoint.last().tag, "TAG"
+    )
+    assert "no checkpoint yet" in Checkpoint(small_disk, "other").what_stands()
 
 
 def test_a_root_below_a_file_is_refused(tmp_path):

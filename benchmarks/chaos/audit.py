@@ -278,6 +278,23 @@ def made_within(
     )
 
 
+def lost_together(windows: Iterable[Window], *roles: str) -> list[tuple[float, float]]:
+    """Returns the times whose state all of some roles have lost, one by one or at once.
+
+    Args:
+      windows: of the faults.
+      roles: that went back to the same save, by themselves.
+    """
+    groups: dict[float, list[Window]] = {}
+    for window in windows:
+        groups.setdefault(window.begin, []).append(window)
+    return [
+        (begin, max(window.end for window in group))
+        for begin, group in groups.items()
+        if set(roles) <= {role for window in group for role in window.roles}
+    ]
+
+
 def check_leftovers(logdir: pathlib.Path, started: float) -> tuple[list[str], int]:
     """Looks for files that a run which has ended in order should not have left.
 

@@ -28,7 +28,7 @@ BATCH, LENGTH, CONTEXT = 4, 8, 1
 SEQUENCE = LENGTH + CONTEXT  # Streams that never had one may be dropped.
 RATIO = 1.0  # Samples per insert.
 SAVE_EVERY = 2.0
-DISK = "160m"  # A save is to leave 100 MB.
+DISK = "60m"
 UPDATES = "parallel/updates_per_second"  # The metric that shows training.
 # Seconds in which a run begins, goes on and ends, also on a machine that is busy.
 START, AGAIN, LEAVE = 240.0, 150.0, 90.0

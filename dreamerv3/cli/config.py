@@ -9,26 +9,26 @@
 from __future__ import annotations
 
 import dataclasses
-import decimal
-import math
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import elements
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from dreamerv3.cli.conversion import check, convert, to_float
 from dreamerv3.cli.schema import (
     CONFIGS,
+    OPEN_GROUPS,
     Flat,
     combination_problems,
     nearest,
-    read_keys,
 )
+from dreamerv3.cli.task_origin import find_task_problem
 from embodied.run.settings import RunSettings
 
 FILENAME = "config.yaml"  # Of the configuration in the logdir.
@@ -39,10 +39,12 @@ NOT_EVALUATED = (
     *("run.from_checkpoint", "run.from_checkpoint_regex"),
 )
 
-HELP = "`dreamerv3 --help` lists all keys."
-LARGEST_INTEGER = 2**63
-LARGEST_ORDER = 18  # Powers of ten.
-MEANT = {"gpu": "cuda"}  # Names that people use for values that are not like them.
+# Keys that another run does not take from the configuration of a run.
+NOT_REPEATED = ("logdir", "replica")
+RUN_KEYS = {"logdir", "replica", "script", "task"}  # Every run has written these.
+
+HELP = "`dreamerv3 --help all` lists all keys."
+CONFIG_FILES = (".yaml", ".yml")
 
 _IS_PATTERN = re.compile(r"[^A-Za-z0-9_.-]")
 
@@ -65,7 +67,8 @@ def load_config(
     """Builds the configuration from command line arguments.
 
     Args:
-      argv: `--configs NAME ...` and `--KEY VALUE ...`; by default those of the process.
+      argv: `--configs NAME ...`, where a name is a block or a file, and
+        `--KEY VALUE ...`; by default those of the process.
       environ: environment variables; by default those of the process. In them
         JOB_COMPLETION_INDEX sets `replica`.
 
@@ -80,6 +83,7 @@ def load_config(
     if index:
         values.set("replica", [index])
     flat = values.flat
+    flat["logdir"] = fill_logdir(flat["logdir"], flat["task"], flat["seed"])
     # Combinations of values that are wrong by themselves would only repeat that.
     problems = values.problems or combination_problems(flat)
     if problems:
@@ -90,42 +94,117 @@ def load_config(
 
 
 def merge(argv: Sequence[str]) -> Values:
-    """Applies blocks and then flags to the defaults, without checking combinations.
+    """Applies blocks, files and then flags to the defaults; checks no combinations.
 
     With `--script eval_only`, the configuration of the run that is evaluated comes
-    between the defaults and the blocks.
+    between the defaults and the blocks; but a task that names code has to be given, if
+    this user has not started that run.
     """
-    blocks = read_blocks()
-    values = Values(flatten(blocks.pop("defaults")))
     arguments, strays = split_arguments(argv)
-    values.problems += strays
-    run = _evaluated_run(arguments)
+    blocks = read_blocks()
+    defaults = flatten(blocks.pop("defaults"))
+    values = _apply(Values(defaults), arguments, blocks)
+    run = _evaluated_run(arguments, values.flat)
+    doubts = ""
     if run is not None:
+        values = Values(defaults)
         _apply_run(values, run, without=NOT_EVALUATED)
-    for name in [
-        name for flag, names in arguments if flag == "configs" for name in names
-    ]:
-        if name not in blocks:
-            near = nearest(name, blocks)
-            hint = f" Did you mean {near}?" if near else ""
-            values.problems.append(
-                f"--configs {name}: expected one or more of {', '.join(blocks)}.{hint}"
-            )
-            continue
-        for key, value in flatten(blocks[name]).items():
-            values.set(key, value if isinstance(value, tuple) else [value])
-    views = ("script", ["view"]) in arguments
-    for name, given in arguments:
-        if views and name == "logdir" and len(given) > 1:
-            values.set(name, given[:1])
-            values.flat["view.folders"] = tuple(given[1:])
-        elif name != "configs":
-            values.set(name, given)
-        elif not given:
-            values.problems.append(
-                f"--configs: expected one or more of {', '.join(blocks)}, got no value."
-            )
+        doubts = find_task_problem(run.parent, values.flat["task"])
+        values.given.clear()
+        _apply(values, arguments, blocks)
+    if doubts and "task" not in values.given:
+        values.problems.append(doubts)
+    values.problems[:0] = strays
     return values
+
+
+def _apply(
+    values: Values,
+    arguments: Sequence[tuple[str, list[str]]],
+    blocks: Mapping[str, Any],
+) -> Values:
+    """Applies all blocks and files, and then all flags."""
+    for flag, names in arguments:
+        if flag != "configs":
+            continue
+        if not names:
+            values.problems.append(
+                f"--configs: expected one or more of {', '.join(blocks)}, or files, "
+                "got no value."
+            )
+        for name in names:
+            if name.endswith(CONFIG_FILES) or "/" in name:
+                _apply_file(values, name)
+            else:
+                _apply_block(values, name, blocks)
+    views = ("script", ["view"]) in arguments
+    for flag, given in arguments:
+        if views and flag == "logdir" and len(given) > 1:
+            values.set(flag, given[:1])
+            values.flat["view.folders"] = tuple(given[1:])
+        elif flag != "configs":
+            values.set(flag, given)
+    return values
+
+
+def _apply_block(values: Values, name: str, blocks: Mapping[str, Any]) -> None:
+    if name not in blocks:
+        near = nearest(name, blocks)
+        hint = f" Did you mean {near}?" if near else ""
+        values.problems.append(
+            f"--configs {name}: expected one or more of {', '.join(blocks)}, or a file "
+            f"NAME.yaml.{hint}"
+        )
+        return
+    for key, value in flatten(blocks[name]).items():
+        values.set(key, value if isinstance(value, tuple) else [value])
+
+
+def _apply_file(values: Values, name: str) -> None:
+    """Sets the keys of a file, which is like a block or the `config.yaml` of a run.
+
+    Of a run's, those are left out that another run must not share with it, and those
+    that this version does not have any more.
+    """
+    path, before = pathlib.Path(name).expanduser(), len(values.problems)
+    try:
+        content = _read_file(path)
+    except ValueError as error:
+        values.problems.append(f"--configs {name}: {error}")
+        return
+    if set(content) >= RUN_KEYS:
+        _apply_run(values, path, without=NOT_REPEATED)
+        content = {}
+    for key, value in flatten(content).items():
+        if value is None:
+            values.problems.append(f"{key}: expected a value, got none.")
+        else:
+            values.set(key, value if isinstance(value, tuple) else [value])
+    found = values.problems[before:]
+    values.problems[before:] = [f"--configs {name}: {problem}" for problem in found]
+
+
+def _read_file(path: pathlib.Path) -> dict[str, Any]:
+    """Reads keys and values; ValueError says why there are none."""
+    try:
+        content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror}).") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"it is not a YAML file ({reason}).") from None
+    if not isinstance(content, dict) or not content:
+        raise ValueError(
+            "expected keys and values, as in a block, such as `run: {envs: 8}`, got "
+            f"{'nothing' if not content else type(content).__name__}."
+        )
+    return content
+
+
+def fill_logdir(logdir: str, task: str, seed: int) -> str:
+    """Fills in the task, without what is unusual in names of folders, and the seed."""
+    name = re.sub(r"[^\w.-]+", "-", task)
+    return logdir.replace("{task}", name).replace("{seed}", str(seed))
 
 
 def read_blocks() -> dict[str, Any]:
@@ -169,6 +248,9 @@ def read_config(filename: str | os.PathLike[str]) -> elements.Config:
 def run_config(logdir: str | os.PathLike[str]) -> elements.Config:
     """Returns the configuration of a run, with defaults for keys that it lacks.
 
+    Its task may name code of a stranger: ask `find_task_problem` before its environment
+    is made.
+
     Raises:
       ConfigError: there is none, or it cannot be used.
     """
@@ -188,16 +270,20 @@ def run_config(logdir: str | os.PathLike[str]) -> elements.Config:
 def _apply_run(values: Values, path: pathlib.Path, without: Sequence[str] = ()) -> None:
     """Sets the keys of a `config.yaml`, as far as this version still has them."""
     for key, value in flatten(dict(read_config(path))).items():
-        if key in values.flat and key not in without:
+        known = key in values.flat or key.startswith(OPEN_GROUPS)
+        if known and key not in without:
             values.set(key, value if isinstance(value, tuple) else [value])
 
 
-def _evaluated_run(arguments: Sequence[tuple[str, list[str]]]) -> pathlib.Path | None:
+def _evaluated_run(
+    arguments: Sequence[tuple[str, list[str]]], flat: Flat
+) -> pathlib.Path | None:
     """Returns the `config.yaml` of the run that is to be evaluated, if any is."""
     given = {name: values[0] for name, values in arguments if len(values) == 1}
     source = given.get("run.from_checkpoint") or given.get("logdir")
     if given.get("script") != "eval_only" or not source:
         return None
+    source = fill_logdir(source, flat["task"], flat["seed"])
     folder = pathlib.Path(source).expanduser()
     for name in ("agent", "ckpt"):  # Checkpoints may be named by these folders, too.
         folder = folder.parent if folder.name == name else folder
@@ -231,6 +317,7 @@ def flatten(nested: Mapping[str, Any]) -> Flat:
     """Joins the keys of nested mappings with dots, which are escaped in patterns."""
     flat: Flat = {}
     for key, value in nested.items():
+        key = str(key)  # Files of users may have numbers.
         if not isinstance(value, Mapping):
             flat[key] = tuple(value) if isinstance(value, list) else value
             continue
@@ -245,11 +332,13 @@ class Values:
 
     Attributes:
       flat: values by full key.
+      given: keys that were set.
       problems: a sentence for each thing that was wrong so far.
     """
 
     def __init__(self, defaults: Flat):
         self.flat = dict(defaults)
+        self.given: set[str] = set()
         self.problems: list[str] = []
         self._defaults = defaults
 
@@ -261,6 +350,9 @@ class Values:
             of a list followed by `+` to add to that list.
           values: one value, or several for a list, as text or of the key's type.
         """
+        if name.startswith(OPEN_GROUPS) and name not in self.flat:
+            self._set_open(name, values)
+            return
         added: tuple[Any, ...] = ()
         if name.endswith("+") and isinstance(self.flat.get(name[:-1]), tuple):
             name = name[:-1]
@@ -273,13 +365,43 @@ class Values:
             return
         for key in keys:
             try:
-                value = _convert(key, self._defaults[key], values)
+                value = convert(key, self._defaults[key], values)
                 value = (*added, *value) if isinstance(value, tuple) else value
-                _check(key, value)
+                check(key, value)
             except ValueError as error:
                 self.problems.append(f"{key}: {error}")
             else:
                 self.flat[key] = value
+                self.given.add(key)
+
+    def _set_open(self, name: str, values: Sequence[Any]) -> None:
+        """Sets a key that has no default, and so no type, but that of its value."""
+        group, _, last = name.rpartition(".")
+        if f"{group}." not in OPEN_GROUPS or not last.isidentifier() or not values:
+            shown = " ".join(map(str, values)) or "no value"
+            self.problems.append(
+                f"{name}: expected the name of an argument and its value, got {shown}."
+            )
+            return
+        typed = [_from_text(x) if isinstance(x, str) else x for x in values]
+        value = typed[0] if len(typed) == 1 else tuple(typed)
+        if group == "agent.loss_scales":
+            value = to_float(value)
+            if value is None or not value >= 0:
+                self.problems.append(
+                    f"{name}: expected a number of at least 0, got {values[0]!r}."
+                )
+                return
+        self.flat[name] = value
+
+
+def _from_text(text: str) -> Any:
+    """Returns the number or truth value that a text is, else the text."""
+    try:
+        value = YAML(typ="safe").load(text)
+    except YAMLError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
 
 
 def _find_keys(flat: Flat, name: str) -> list[str]:
@@ -293,7 +415,7 @@ def _find_keys(flat: Flat, name: str) -> list[str]:
             f"Set one of them, such as --{inside[0]}."
         )
     leaf = re.split(r"[^A-Za-z0-9_]+", name)[-1]
-    near = nearest(name, flat) or nearest(leaf, flat)
+    near = nearest(name, [*flat, "configs"]) or nearest(leaf, flat)
     hint = f" Did you mean --{near}?" if near else ""
     if not _IS_PATTERN.search(name):
         raise ValueError(f"there is no such key.{hint} {HELP}")
@@ -304,91 +426,3 @@ def _find_keys(flat: Flat, name: str) -> list[str]:
     if not keys:
         raise ValueError(f"the pattern matches no key as a whole.{hint} {HELP}")
     return keys
-
-
-def _check(key: str, value: Any) -> None:
-    rule = read_keys()[key].rule
-    if not rule or rule.accepts(value):
-        return
-    items = value if isinstance(value, tuple) else (value,)
-    near = [
-        nearest(MEANT.get(str(item), str(item)), rule.names)
-        for item in items
-        if item not in rule.names
-    ]
-    hint = next((f" Did you mean {name}?" for name in near if name), "")
-    shown = list(value) if isinstance(value, tuple) else value
-    raise ValueError(f"expected {rule.allowed}, got {shown!r}.{hint}")
-
-
-def _convert(key: str, default: Any, values: Sequence[Any]) -> Any:
-    """Converts values to the type of a key's default."""
-    if isinstance(default, tuple):
-        if len(values) == 1 and isinstance(values[0], str):
-            values = values[0].split(",")
-        if not values:
-            raise ValueError(f"expected {_expected(key, default)}, got no value.")
-        return tuple(_convert(key, default[0], [value]) for value in values)
-    if len(values) != 1:
-        shown = " ".join(map(str, values)) or "no value"
-        raise ValueError(f"expected {_expected(key, default)}, got {shown}.")
-    value, rule = values[0], read_keys()[key].rule
-    word = rule.word if rule else ""
-    if word and value == word:
-        return value
-    result = _CONVERTERS[int if word else type(default)](value)
-    infinite = isinstance(result, float) and not math.isfinite(result)
-    if result is None or (infinite and not (math.isinf(default) and result > 0)):
-        raise ValueError(f"expected {_expected(key, default)}, got {value!r}.")
-    return result
-
-
-def _expected(key: str, default: Any) -> str:
-    """Returns the values that a key takes, for values that are not of its type."""
-    item = default[0] if isinstance(default, tuple) else default
-    words = {bool: "True or False", int: "a whole number", float: "a number"}
-    word = words.get(type(item), "one value")
-    if isinstance(item, float) and math.isinf(item):
-        word += " or inf"
-    if isinstance(default, tuple):
-        word = "one or more values"
-    rule = read_keys()[key].rule
-    if rule and rule.word:
-        return rule.allowed
-    return f"{word}, {rule.allowed}" if rule else word
-
-
-def _to_bool(value: Any) -> bool | None:
-    return {"true": True, "false": False}.get(str(value).lower())
-
-
-def _to_int(value: Any) -> int | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        # Exact also for 1e18, where a float is not.
-        number = decimal.Decimal(str(value).strip())
-    except decimal.InvalidOperation:
-        return None
-    # The order of magnitude first: 1e999999999 would fill the memory as an integer.
-    if not number.is_finite() or number.adjusted() > LARGEST_ORDER:
-        return None
-    whole = int(number)
-    return whole if whole == number and abs(whole) < LARGEST_INTEGER else None
-
-
-def _to_float(value: Any) -> float | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
-
-
-_CONVERTERS: dict[type, Callable[[Any], Any]] = {
-    bool: _to_bool,
-    int: _to_int,
-    float: _to_float,
-    str: str,
-}

@@ -6,23 +6,32 @@ Everything heavy is imported where it is used, so that help and errors come at o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import importlib.util
 import logging
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import elements
 import numpy as np
 
 from dreamerv3.cli.config import ConfigError
+from dreamerv3.cli.schema import LARGEST_MAP, SMALLEST_MAP
 from embodied import logger as loggers
-from embodied.base import Agent, Env, Spaces, Stream, TaskError
+from embodied.base import Agent, BatchEnv, Env, Spaces, Stream, TaskError
 from embodied.envs import registry
 
 if TYPE_CHECKING:
     from embodied.replay import Replay
     from embodied.replay.selectors import Selector
+
+EXTRA_OUTPUTS = ("scope", "wandb")  # Each is a package and an extra of that name.
+UNLIMITED = 10**10  # Steps of a run by default: it has no end to show.
+MakeEnv = Callable[[elements.Config, int], Env]
+
+USUAL_SIZE = 64  # Of images that the networks cannot take as they come.
 
 
 def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
@@ -31,15 +40,136 @@ def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
     Args:
       config: the whole configuration.
       index: number of the environment within the run, which decides its seed.
-      **overrides: options of the suite that replace those in `config.env`.
+      **overrides: options of the suite that replace those in `config.env`; of your own
+        environment, arguments that it has.
+    """
+    own = registry.own_factory(config.task)
+    if own is not None:
+        known = {key: x for key, x in overrides.items() if registry.takes(own, key)}
+        return make_own_env(functools.partial(own, **known), config, index)
+    suite = config.task.partition("_")[0]
+    options = {**config.env.get(suite, {}), **overrides}
+    env = registry.make(config.task, index=index, seed=config.seed, **options)
+    return _wrapped(config, env)
+
+
+def make_own_env(
+    factory: Callable[..., Any], config: elements.Config, index: int
+) -> Env:
+    """Makes environment `index` with a class or function, wrapped like others.
+
+    Args:
+      factory: returns an Env, a Gymnasium or a dm_env environment; see
+        `embodied.envs.registry.adapt`.
+      config: the whole configuration.
+      index: number of the environment within the run, which decides its seed.
+    """
+    seed = registry.env_seed(config.seed, index)
+    env = registry.adapt(config.task, factory, seed, config.env.gym)
+    return _wrapped(config, env)
+
+
+def make_filmed_env(config: elements.Config, index: int) -> Env:
+    """Makes environment `index` for a video: with frames, if the agent sees no image.
+
+    Only the first one is drawn.
     """
     from embodied import wrappers
 
     suite = config.task.partition("_")[0]
-    options = {**config.env.get(suite, {}), **overrides}
-    env = registry.make(config.task, index=index, seed=config.seed, **options)
+    drawn = {"render_mode": "rgb_array"} if suite == "gym" or ":" in config.task else {}
+    try:
+        env = make_env(config, index, **drawn)
+    except TypeError:  # It takes no render_mode.
+        env = make_env(config, index)
+    shapes = [x.shape for x in env.obs_space.values() if x.dtype == np.uint8]
+    if any(len(shape) == 3 and shape[2] in (1, 3) for shape in shapes):
+        return env
+    first = index == config.run.env_offset
+    try:
+        return wrappers.AddFrames(env, active=first)
+    except wrappers.NotRenderable as error:
+        if first:
+            logging.getLogger("embodied.run").warning(
+                "There will be no video: %s cannot be drawn (%s).", config.task, error
+            )
+        return env
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvFactory:
+    """Makes the environments of a run: one by one, or several that step together.
+
+    Attributes:
+      config: the whole configuration.
+      make: makes one of them.
+    """
+
+    config: elements.Config
+    make: MakeEnv = make_env
+
+    def __call__(self, index: int) -> Env:
+        """Makes environment `index`."""
+        return self.make(self.config, index)
+
+    def make_batch(self, indices: Sequence[int]) -> BatchEnv | None:
+        """Makes several, if the task has them as a batch; else returns None."""
+        from embodied import wrappers
+
+        config = self.config
+        own = registry.own_factory(config.task) if self.make is make_env else None
+        if isinstance(self.make, functools.partial) and self.make.func is make_own_env:
+            (own,) = self.make.args
+        if own is not None:
+            seeds = [registry.env_seed(config.seed, index) for index in indices]
+            envs = registry.adapt_batch(own, seeds, config.env.gym)
+        else:
+            options = config.env.get(config.task.partition("_")[0], {})
+            envs = registry.make_batch(
+                config.task, indices=indices, seed=config.seed, **options
+            )
+        if envs is None:
+            return None
+        return wrappers.FitBatch(envs, image_size(config, envs.obs_space))
+
+
+def _wrapped(config: elements.Config, env: Env) -> Env:
+    from embodied import wrappers
+
+    size = image_size(config, env.obs_space)
+    if size is not None:
+        env = wrappers.ResizeImage(env, size)
     # The agent replaces what is not finite, and says so.
     return wrappers.wrap(env, nonfinite="pass")
+
+
+def image_size(
+    config: elements.Config, spaces: Mapping[str, Any]
+) -> tuple[int, int] | None:
+    """Returns the size that images have to get for the networks to take them.
+
+    None if there are none, or if they can take them all. Suites whose option for it
+    holds for all of their tasks are left alone: the configuration has been checked.
+    """
+    suite = config.task.partition("_")[0]
+    images = [
+        tuple(space.shape[:2])
+        for key, space in spaces.items()
+        if space.dtype == np.uint8 and len(space.shape) == 3 and "log/" not in key
+    ]
+    sized = suite not in ("gym", "envpool") and "size" in config.env.get(suite, {})
+    if not images or sized:
+        return None
+    coder = config.agent.enc.simple
+    factor = 2 ** (len(coder.mults) - coder.outer)
+    low, high = SMALLEST_MAP * factor, LARGEST_MAP * factor
+    fits = all(
+        side % factor == 0 and low <= side <= high for size in images for side in size
+    )
+    if fits and len(set(images)) == 1:
+        return None
+    side = min(max(USUAL_SIZE // factor * factor, low), high)
+    return side, side
 
 
 def make_agent(
@@ -65,19 +195,27 @@ def make_agent(
         return Dreamer(obs_space, act_space, config)
 
 
-def make_acting_agent(config: elements.Config) -> Agent:
+def make_acting_agent(
+    config: elements.Config, spaces: tuple[Spaces, Spaces] | None = None
+) -> Agent:
     """Makes an agent that acts like that of `make_agent`, but cannot be trained."""
     if config.random_agent:
-        return make_agent(config)
+        return make_agent(config, spaces)
     from dreamerv3.policies.acting_agent import ActingAgent
 
-    spaces = make_spaces(config)
+    spaces = spaces or make_spaces(config)
     with _refusals():
         return ActingAgent(*spaces, config, seed=config.seed)
 
 
-def make_spaces(config: elements.Config) -> tuple[Spaces, Spaces]:
+def make_spaces(
+    config: elements.Config, make: MakeEnv = make_env
+) -> tuple[Spaces, Spaces]:
     """Returns the spaces of observations and actions that an agent of the task has.
+
+    Args:
+      config: the whole configuration.
+      make: makes an environment of the configuration and an index.
 
     Raises:
       TaskError: the task cannot be used.
@@ -86,7 +224,7 @@ def make_spaces(config: elements.Config) -> tuple[Spaces, Spaces]:
     from embodied.driver import env_errors
 
     with env_errors(0, TaskError):
-        env = make_env(config, 0)
+        env = make(config, 0)
     try:
         obs_space = {
             key: space
@@ -158,6 +296,13 @@ def make_stream(config: elements.Config, replay: Replay, mode: str) -> Stream:
     )
 
 
+def check_outputs(config: elements.Config) -> None:
+    """Raises MissingPackageError if an output's package is not installed."""
+    for name in EXTRA_OUTPUTS:
+        if name in config.logger.outputs and importlib.util.find_spec(name) is None:
+            raise loggers.MissingPackageError(name, name)
+
+
 def make_logger(config: elements.Config) -> loggers.Logger:
     """Makes the logger with the outputs of `config.logger`.
 
@@ -181,6 +326,8 @@ def make_logger(config: elements.Config) -> loggers.Logger:
             pattern=pattern,
         )
 
+    step = elements.Counter()
+    endless = config.run.steps >= UNLIMITED
     makers: dict[str, list[Callable[[], loggers.Output]]] = {
         "jsonl": [
             functools.partial(loggers.JSONLOutput, logdir, "metrics.jsonl", pattern),
@@ -195,10 +342,9 @@ def make_logger(config: elements.Config) -> loggers.Logger:
             functools.partial(
                 loggers.TerminalOutput,
                 settings.filter,
-                config.task,
-                total_steps=config.run.steps * repeat,
-                # Roles print beside each other, which a live display cannot know.
-                live=False if config.script.startswith("parallel") else None,
+                total_steps=None if endless else config.run.steps * repeat,
+                total_seconds=config.run.duration or None,
+                step=lambda: int(step) * repeat,
             )
         ],
         "scope": [
@@ -214,7 +360,7 @@ def make_logger(config: elements.Config) -> loggers.Logger:
         )
         makers["tensorboard"] = []
     outputs = [make() for name in settings.outputs for make in makers[name]]
-    return loggers.Logger(elements.Counter(), outputs, multiplier=repeat)
+    return loggers.Logger(step, outputs, multiplier=repeat)
 
 
 @contextlib.contextmanager

@@ -9,27 +9,49 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import io
 import os
 import pathlib
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import elements
-from ruamel.yaml import YAML
 
 from dreamerv3.cli.config import FILENAME, ConfigError, read_config
 from dreamerv3.cli.schema import ENV_SCRIPTS, OWNING_SCRIPTS
+from dreamerv3.cli.task_origin import sign_task
 
 LOCK = ".lock"
 MANIFEST = pathlib.Path("ckpt", "manifest.json")
+# What others may not do with files of a run, by `logdir_access`.
+MASKS = {"user": 0o077, "group": 0o027, "umask": 0o000}
 
 _claimed: dict[pathlib.Path, int] = {}  # Descriptors of locks that this process holds.
 
 
 class LogdirInUse(Exception):
     """Another program writes to a logdir."""
+
+
+def check_logdir(config: elements.Config) -> None:
+    """Raises what `prepare_logdir` would, as far as it can be known; changes nothing.
+
+    For programs that take a while before they write.
+
+    Raises:
+      ConfigError: see `prepare_logdir`.
+    """
+    logdir = pathlib.Path(config.logdir)
+    with _clear_errors(logdir):
+        _check_task(logdir, config)
+        folder = next(path for path in (logdir, *logdir.parents) if path.exists())
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is a file")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"{folder} does not let this user write")
+        owns = config.replica == 0 and config.script in OWNING_SCRIPTS
+        if owns and (logdir / LOCK).exists() and logdir.resolve() not in _claimed:
+            with contextlib.suppress(NotImplementedError):
+                os.close(_lock(logdir))
 
 
 def prepare_logdir(config: elements.Config) -> pathlib.Path:
@@ -46,22 +68,39 @@ def prepare_logdir(config: elements.Config) -> pathlib.Path:
         written.
     """
     # Here, because help and errors should not wait for the libraries behind it.
-    from embodied.checkpoint import CheckpointError, write_file
+    from embodied.checkpoint import write_file
+    from embodied.run.saving import config_yaml
 
     logdir = pathlib.Path(config.logdir)
-    try:
+    with _clear_errors(logdir):
         logdir.mkdir(parents=True, exist_ok=True)
-        if (logdir / FILENAME).exists():
-            task = read_config(logdir / FILENAME).task
-            if task != config.task:
-                raise ConfigError(
-                    f"logdir: {logdir} belongs to a run of task {task!r}, not "
-                    f"{config.task!r}. Choose another --logdir."
-                )
+        _check_task(logdir, config)
         if config.replica == 0 and config.script in OWNING_SCRIPTS:
             claim(logdir)
         if config.replica == 0 and config.script not in ENV_SCRIPTS:
-            write_file(logdir, FILENAME, _to_yaml(config))
+            write_file(logdir, FILENAME, config_yaml(config))
+            sign_task(logdir, config.task)
+    return logdir
+
+
+def _check_task(logdir: pathlib.Path, config: elements.Config) -> None:
+    if not (logdir / FILENAME).exists():
+        return
+    task = read_config(logdir / FILENAME).task
+    if task != config.task:
+        raise ConfigError(
+            f"logdir: {logdir} belongs to a run of task {task!r}, not "
+            f"{config.task!r}. Choose another --logdir."
+        )
+
+
+@contextlib.contextmanager
+def _clear_errors(logdir: pathlib.Path) -> Iterator[None]:
+    """Turns errors of files into errors of the configuration."""
+    from embodied.checkpoint import CheckpointError
+
+    try:
+        yield
     except LogdirInUse as error:
         raise ConfigError(f"logdir: {error}") from error
     except (OSError, CheckpointError) as error:
@@ -69,7 +108,21 @@ def prepare_logdir(config: elements.Config) -> pathlib.Path:
             f"logdir: expected a folder that can be written, got {logdir} ({error}). "
             f"Choose another --logdir."
         ) from error
-    return logdir
+
+
+@contextlib.contextmanager
+def limited_access(access: str) -> Iterator[None]:
+    """Decides who may read the files that this process and its children make.
+
+    Args:
+      access: a key of `MASKS`. The umask of the process holds in any case.
+    """
+    before = os.umask(MASKS["user"])
+    os.umask(before | MASKS[access])
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def claim(logdir: pathlib.Path) -> None:
@@ -81,6 +134,17 @@ def claim(logdir: pathlib.Path) -> None:
     logdir = logdir.resolve()
     if logdir in _claimed:
         return
+    try:
+        lock = _lock(logdir)
+    except NotImplementedError:  # A file system without locks.
+        return
+    os.truncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} of {socket.gethostname()}".encode())
+    _claimed[logdir] = lock
+
+
+def _lock(logdir: pathlib.Path) -> int:
+    """Returns the descriptor of the locked file; closing it ends the lock."""
     lock = os.open(logdir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,12 +155,10 @@ def claim(logdir: pathlib.Path) -> None:
             f"{logdir} is in use by {holder}. Wait until it has ended, or choose "
             "another --logdir."
         ) from None
-    except OSError:  # A file system without locks.
+    except OSError as error:
         os.close(lock)
-        return
-    os.truncate(lock, 0)
-    os.write(lock, f"process {os.getpid()} of {socket.gethostname()}".encode())
-    _claimed[logdir] = lock
+        raise NotImplementedError("The file system has no locks.") from error
+    return lock
 
 
 @contextlib.contextmanager
@@ -125,12 +187,3 @@ def _read(path: pathlib.Path) -> bytes:
     with contextlib.suppress(OSError):
         return path.read_bytes()
     return b""
-
-
-def _to_yaml(config: elements.Config) -> bytes:
-    yaml: Any = YAML(typ="safe")
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False
-    content = io.BytesIO()
-    yaml.dump(dict(config), content)
-    return content.getvalue()

@@ -19,6 +19,9 @@ from typing import Any
 
 from embodied.envs import registry
 
+# Groups whose keys may have any name: arguments of environments, and losses of one's
+# own, whose scales are like the others'.
+OPEN_GROUPS = ("env.gym.kwargs.", "agent.loss_scales.")
 CONFIGS = pathlib.Path(__file__).parent.with_name("configs.yaml")
 
 Flat = dict[str, Any]  # Values by full key, such as 'run.envs'.
@@ -41,6 +44,7 @@ SHARED_ADDRESSES = {
 
 SMALLEST_MAP, LARGEST_MAP = 3, 16  # Sides of the smallest feature map of an image.
 
+FILLED_IN = ("{timestamp}", "{task}", "{seed}")  # In the name of a logdir.
 _LINE = re.compile(r"( *)([^\s:#][^:]*):(?: (.*?))?(?:(?:^| +)# (.*))?")
 _INDENT = 2  # Spaces per level in configs.yaml.
 
@@ -228,6 +232,10 @@ KINDS = {
     "sides": Rule(
         "two numbers of at least 1", lambda value: len(value) == 2 and min(value) >= 1
     ),
+    "sides or zeros": Rule(
+        "two numbers of at least 1, or zeros",
+        lambda value: len(value) == 2 and (min(value) >= 1 or max(value) == 0),
+    ),
     "initialisation": _one_of(
         tuple(
             f"{distribution}_{fan}"
@@ -266,8 +274,32 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def combination_problems(flat: Flat) -> list[str]:
     """Returns a sentence for each combination of values that cannot work."""
-    checks = (_task, _hosts, _batches, _actor, _addresses, _devices, _agent, _images)
+    checks = (
+        _logdir,
+        _task,
+        _hosts,
+        _batches,
+        _actor,
+        _addresses,
+        _devices,
+        _agent,
+        _images,
+    )
     return [problem for check in checks for problem in check(flat)]
+
+
+def _logdir(flat: Flat) -> Iterator[str]:
+    logdir = flat["logdir"]
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", logdir):
+        yield (
+            f"logdir: expected a folder of this machine, got {logdir!r}. Saves need a "
+            "file system: mount it, or copy the folder when the run has ended."
+        )
+    if set(re.findall(r"\{\w*\}", logdir)) - set(FILLED_IN):
+        yield (
+            f"logdir: expected only {', '.join(FILLED_IN)} in braces, which are filled "
+            f"in, got {logdir!r}."
+        )
 
 
 def _task(flat: Flat) -> Iterator[str]:
@@ -276,6 +308,8 @@ def _task(flat: Flat) -> Iterator[str]:
     if suite not in registry.SUITES and ":" not in task:
         near = nearest(suite, registry.SUITES)
         hint = f" Did you mean {near}_{name or 'NAME'}?" if near else ""
+        if re.search(r"-v\d+$", task):  # As ids of Gymnasium end.
+            hint = f" Did you mean gym_{task}?"
         yield (
             f"task: expected SUITE_NAME with one of the suites "
             f"{', '.join(sorted(registry.SUITES))}, or your own package.module:Name, "
@@ -448,8 +482,9 @@ def _agent(flat: Flat) -> Iterator[str]:
 
 
 def _images(flat: Flat) -> Iterator[str]:
-    key = f"env.{flat['task'].partition('_')[0]}.size"
-    if flat["random_agent"] or key not in flat:
+    task = flat["task"]
+    key = f"env.{'gym' if ':' in task else task.partition('_')[0]}.size"
+    if flat["random_agent"] or not any(flat.get(key, ())):
         return
     parts = [f"agent.{part}.simple" for part in ("enc", "dec")]
     # A stage at full resolution, which `outer` adds, does not halve the image.

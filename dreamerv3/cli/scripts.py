@@ -19,15 +19,19 @@ import elements
 from dreamerv3.cli import texts
 from dreamerv3.cli.config import FILENAME, ConfigError, make_args
 from dreamerv3.cli.factories import (
+    EnvFactory,
+    MakeEnv,
+    check_outputs,
     make_acting_agent,
     make_agent,
     make_env,
+    make_filmed_env,
     make_logger,
     make_replay,
     make_spaces,
     make_stream,
 )
-from dreamerv3.cli.logdir import prepare_logdir
+from dreamerv3.cli.logdir import check_logdir, prepare_logdir
 from dreamerv3.view.beside import check_view, view_beside
 from embodied.base import Agent, Env, TaskError
 from embodied.checkpoint import CheckpointError
@@ -50,7 +54,7 @@ SERVED_ADDRESSES = {
     "parallel_logger": "logger_addr",
 }
 
-Script = Callable[[elements.Config], None]
+Script = Callable[..., None]  # Of the configuration.
 Make = Callable[..., Any]
 
 
@@ -68,26 +72,27 @@ def run_rollout(config: elements.Config) -> None:
     print(texts.summary(config, result))
 
 
-def run_train(config: elements.Config) -> None:
+def run_train(config: elements.Config, make: MakeEnv = make_env) -> None:
     """Trains in this process, and prints what was done and where it lies."""
-    agent = _begin(config, "Training in", "saves and stops")
-    replay, _, env, _, stream, logger = _factories(config)
+    agent = _begin(config, "Training in", "saves and stops", env=make)
+    replay, _, env, _, stream, logger = _factories(config, make)
     args = make_args(config)
     with view_beside(config):
         result = train(lambda: agent, replay, env, stream, logger, args)
     print(texts.summary(config, result))
 
 
-def run_train_eval(config: elements.Config) -> None:
+def run_train_eval(config: elements.Config, make: MakeEnv = make_env) -> None:
     """Trains and evaluates in this process, and prints what was done."""
     if not config.run.eval_envs:
         raise ConfigError(
             "run.eval_envs: expected at least 1 for --script train_eval, got 0. "
             "Without evaluation, use --script train."
         )
-    agent = _begin(config, "Training in", "saves and stops")
+    agent = _begin(config, "Training in", "saves and stops", env=make)
+    factories = _factories(config, make)
     with view_beside(config):
-        result = train_eval(lambda: agent, *_factories(config), make_args(config))
+        result = train_eval(lambda: agent, *factories, make_args(config))
     print(texts.summary(config, result))
 
 
@@ -97,7 +102,7 @@ def run_eval_only(config: elements.Config) -> None:
     envs = min(config.run.envs, config.run.eval_eps)
     config = config.update({"run.from_checkpoint": source, "run.envs": envs})
     agent = _begin(config, "Evaluating in", "stops", make_acting_agent)
-    _, _, _, env, _, logger = _factories(config)
+    _, _, _, env, _, logger = _factories(config, make_filmed_env)
     eval_only(lambda: agent, env, logger, make_args(config))
 
 
@@ -108,19 +113,42 @@ def run_import_checkpoint(config: elements.Config) -> None:
     print(import_checkpoint(config))
 
 
-def run_parallel(config: elements.Config) -> None:
+def run_check(config: elements.Config) -> None:
+    """Steps an environment, and prints what would stop training."""
+    from dreamerv3.cli import check
+
+    check.run_check(config)
+
+
+def run_plot(config: elements.Config) -> None:
+    """Draws the learning curves of runs, and prints where."""
+    from dreamerv3 import plot
+
+    given = [run for run in config.plot.runs if run != "none"]
+    folder = "" if given else config.logdir
+    out = config.plot.out or pathlib.Path(folder, "scores.png")
+    try:
+        path = plot.render(given or [config.logdir], out, metric=config.plot.metric)
+    except plot.PlotError as error:
+        raise ConfigError(f"plot: {error}") from error
+    print(f"Written: {path}")
+
+
+def run_parallel(config: elements.Config, make: MakeEnv = make_env) -> None:
     """Trains with all roles, on this machine unless some run elsewhere."""
     from embodied.run import parallel
 
-    # First, since a task that cannot be made should not claim the logdir.
-    spaces = make_spaces(config)
+    check_logdir(config)
+    check_outputs(config)
+    # Before the logdir is claimed, which a task that cannot be made should not do.
+    spaces = make_spaces(config, make)
     prepare_logdir(config)
     begin = time.monotonic()
     _announce(config, "Training in", "saves and stops")
     with view_beside(config):
         parallel.combined(
             functools.partial(make_agent, config, spaces),
-            *_factories(config),
+            *_factories(config, make),
             make_args(config),
         )
     print(texts.parallel_summary(config, time.monotonic() - begin))
@@ -179,7 +207,7 @@ def run_env(config: elements.Config) -> None:
     """Runs the environment whose id is the replica's number."""
     from embodied.run import parallel
 
-    make = functools.partial(make_env, config)
+    make = EnvFactory(config)
     is_eval = config.replica >= config.run.envs
     parallel.parallel_env(make, config.replica, make_args(config), is_eval)
 
@@ -188,7 +216,7 @@ def run_envs(config: elements.Config) -> None:
     """Runs all environments of this host."""
     from embodied.run import parallel
 
-    make = functools.partial(make_env, config)
+    make = EnvFactory(config)
     parallel.parallel_envs(make, make, make_args(config))
 
 
@@ -243,13 +271,15 @@ class _NoReplay:
         """Forgets the step."""
 
 
-def _factories(config: elements.Config) -> tuple[Make, Make, Make, Make, Make, Make]:
+def _factories(
+    config: elements.Config, make: MakeEnv = make_env
+) -> tuple[Make, Make, Make, Make, Make, Make]:
     """Returns the factories of `combined` after the agent's, in its order."""
     return (
         functools.partial(make_replay, config, "replay"),
         functools.partial(make_replay, config, "replay_eval", "eval"),
-        functools.partial(make_env, config),
-        functools.partial(make_env, config),
+        EnvFactory(config, make),
+        EnvFactory(config, make),
         functools.partial(make_stream, config),
         functools.partial(make_logger, config),
     )
@@ -259,19 +289,33 @@ def _begin(
     config: elements.Config,
     doing: str,
     interrupt: str,
-    make: Callable[[elements.Config], Agent] = make_agent,
+    make: Make = make_agent,
+    env: MakeEnv = make_env,
 ) -> Agent:
-    """Makes the agent, prepares the logdir and prints what is being done."""
+    """Makes the agent, prepares the logdir and prints what is being done.
+
+    Args:
+      config: of the program.
+      doing: for the line that is printed.
+      interrupt: what Ctrl-C does.
+      make: makes the agent from the configuration and spaces.
+      env: makes the environments that have these spaces.
+    """
     if config.replicas > 1:
         raise ConfigError(
             f"replicas: expected 1 for --script {config.script}, which runs on one "
             f"host, got {config.replicas}. For several, use --script parallel."
         )
-    # The agent first: a task that cannot be made should not claim the logdir.
-    agent = make(config)
     # An evaluation within the logdir of a run leaves the configuration of the run.
     found = pathlib.Path(config.logdir, FILENAME).exists()
-    if not (found and config.script == "eval_only"):
+    writes = not (found and config.script == "eval_only")
+    # What is quick to check comes first, and weights last.
+    if writes:
+        check_logdir(config)
+    check_outputs(config)
+    agent = make(config, make_spaces(config, env))
+    # Not before: what cannot be made should not claim the logdir.
+    if writes:
         prepare_logdir(config)
     _announce(config, doing, interrupt)
     return agent
@@ -317,14 +361,12 @@ def _clear_errors() -> Iterator[None]:
         raise RunError(str(error)) from error
 
 
-def _with_clear_errors(
-    script: Script,
-) -> Script:
+def _with_clear_errors(script: Script) -> Script:
     @functools.wraps(script)
-    def run(config: elements.Config) -> None:
+    def run(config: elements.Config, *more: Any) -> None:
         with _clear_errors():
             _check_address(config)
-            script(config)
+            script(config, *more)
 
     return run
 
@@ -344,6 +386,8 @@ SCRIPTS: dict[str, Script] = {
     "train_eval": run_train_eval,
     "eval_only": run_eval_only,
     "import_checkpoint": run_import_checkpoint,
+    "plot": run_plot,
+    "check": run_check,
     "rollout": run_rollout,
     "view": run_view,
     "parallel": _with_clear_errors(run_parallel),

@@ -1,4 +1,4 @@
-"""Texts that the command line prints: help, summaries, failures of environments.
+"""Texts that the command line prints: summaries, and failures of environments.
 
 In the main process.
 """
@@ -6,6 +6,7 @@ In the main process.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import pathlib
@@ -17,28 +18,23 @@ import elements
 
 import dreamerv3
 import embodied
-from dreamerv3.cli.schema import Key, block_names, read_keys
+from dreamerv3.cli.logdir import MANIFEST
 from embodied.driver import EnvError
-from embodied.envs import registry
-from embodied.logger import TensorBoardOutput
+from embodied.envs.registry import PACKAGE
 from embodied.run import TrainResult
 from embodied.run.collecting import RECENT
-
-USAGE = """\
-usage: dreamerv3 [--configs BLOCK ...] [--KEY VALUE ...]
-       dreamerv3 --help | --version
-
-Blocks set several keys at once and are applied in order, then flags. A key may be a
-regular expression that matches whole keys: --'.*\\.units' 64. A list takes several
-values: --logger.outputs jsonl terminal. Numbers may be written like 1e6.
-"""
 
 # Types of errors that come from a wrong command line, rather than on the way.
 MISTAKES = (
     *("UnknownTask", "MissingExtra", "UnusableEnv", "UnsupportedSpace"),
-    *("ObservationError", "ReplayMemoryError"),
+    *("ObservationError", "ReplayMemoryError", "ConfigError"),
 )
-CLEAR = (*MISTAKES, "SpaceError")  # Their message says all.
+CLEAR = (
+    *MISTAKES,
+    "SpaceError",
+    "DiskTooSmallError",
+    "StopTimeout",
+)  # Their message says all.
 
 _OURS = tuple(
     f"{path}/"
@@ -50,32 +46,6 @@ _OURS = tuple(
 _PASSED_ON = (*_OURS, contextlib.__file__)  # Whose frames only call or pass errors on.
 _FRAME = r'  File "(?P<path>.*?)", line \d+.*\n(?:    .*\n|  \[.*\n)*'
 _FRAMES = re.compile(rf"(?:{_FRAME.replace('?P<path>', '?:')})+")
-
-
-def help_text(width: int = 88) -> str:
-    """Returns all keys by group, with defaults, explanations and allowed values."""
-    keys = read_keys().values()
-    groups = [Key("", "", "General", None), *(key for key in keys if not key.default)]
-    lines = [USAGE]
-    for group in groups:
-        inside = [
-            key
-            for key in keys
-            if key.default and key.name.rpartition(".")[0] == group.name
-        ]
-        if not inside:
-            continue
-        lines.append(group.explanation.rstrip("."))
-        for key in inside:
-            allowed = f" [{key.rule.allowed}]" if key.rule else ""
-            lines.append(f"  --{key.name} {key.default}")
-            lines.append(_wrapped(f"{key.explanation}{allowed}", 6, width))
-        lines.append("")
-    lines += ["Blocks for --configs", _wrapped(", ".join(block_names()), 2, width)]
-    lines += ["", "Suites for --task SUITE_NAME"]
-    for suite in registry.SUITES.values():
-        lines.append(_wrapped(f"{suite.name}: {suite.doc}", 2, width))
-    return "\n".join(lines) + "\n"
 
 
 def summary(config: elements.Config, result: TrainResult) -> str:
@@ -116,28 +86,39 @@ def parallel_summary(config: elements.Config, seconds: float) -> str:
 
 
 def files(config: elements.Config, trained: bool) -> list[str]:
-    """Returns a line for each file or folder in the logdir."""
-    logdir, outputs = config.logdir, config.logger.outputs
-    lines = [
-        f"Written to {logdir}:",
-        "  config.yaml     the configuration",
-    ]
-    if "jsonl" in outputs:
-        lines.append("  metrics.jsonl   all metrics, a JSON object per line")
-        lines.append("  scores.jsonl    the score of every episode")
-    if "tensorboard" in outputs and TensorBoardOutput.available():
-        lines.append(
-            f"  events.*        curves and videos: tensorboard --logdir {logdir}"
-        )
-    if "scope" in outputs:
-        lines.append("  scope           metrics and videos for Scope")
-    if trained:
-        play = f"--script eval_only --logdir {logdir}"
-        lines.append(
-            "  ckpt, replay    the policy and its training: the same command goes on,"
-        )
-        lines.append(f"                  and {play} plays it")
+    """Returns a line for each kind of file that the logdir has."""
+    logdir = pathlib.Path(config.logdir)
+    known = {
+        "config.yaml": "the configuration",
+        "metrics.jsonl": "all metrics, a JSON object per line",
+        "scores.jsonl": "the score of every episode",
+        "events.*": f"curves and videos: {_tensorboard(config.logdir)}",
+        "scope": "metrics and videos for Scope",
+    }
+    lines = [f"Written to {logdir}:"]
+    for name, meaning in known.items():
+        if any(logdir.glob(name)):
+            lines.append(f"  {name:<15} {meaning}")
+    if not trained:
+        return lines
+    if not (logdir / MANIFEST).exists():
+        return [*lines, "No checkpoint: the run has ended before the first one."]
+    play = f"--script eval_only --logdir {logdir}"
+    saved = [name for name in ("ckpt", "replay") if (logdir / name).exists()]
+    lines.append(
+        f"  {', '.join(saved):<15} the policy and its training: the same command goes "
+        "on,"
+    )
+    lines.append(f"{'':<18}and {play} plays it")
     return lines
+
+
+def _tensorboard(logdir: str) -> str:
+    """Returns how to look at event files."""
+    show = f"tensorboard --logdir {logdir}"
+    if importlib.util.find_spec("tensorboard") is not None:
+        return show
+    return f"pip install '{PACKAGE}[tensorboard]', then {show}"
 
 
 def env_failure(error: EnvError) -> str:
@@ -176,8 +157,3 @@ def _without_our_calls(match: re.Match[str]) -> str:
         lambda frame: frame["path"].startswith(_PASSED_ON), frames
     )
     return "".join(frame[0] for frame in foreign) or match[0]
-
-
-def _wrapped(text: str, indent: int, width: int) -> str:
-    space = " " * indent
-    return textwrap.fill(text, width, initial_indent=space, subsequent_indent=space)

@@ -12,7 +12,12 @@ import numpy as np
 from dreamerv3.agent import make_algorithm, set_up_devices
 from embodied.base import Agent, Array, Spaces, Tree
 from embodied.jax import devices
-from embodied.jax.param_names import choose_arrays, flat_name, name_matches
+from embodied.jax.param_names import (
+    choose_arrays,
+    flat_name,
+    name_matches,
+    with_flat_params,
+)
 from embodied.jax.policy_runner import Parameters, PolicyRunner
 
 
@@ -57,9 +62,11 @@ class ActingAgent(Agent):
     ):
         given = config["jax"]
         backend = set_up_devices(config)
-        # Without context, the policy returns nothing for a replay.
+        # Without context, the policy returns nothing for a replay. Losses, of one's
+        # own perhaps, are not needed.
         algorithm = make_algorithm(
-            obs_space, act_space, {**config, "replay_context": 0}, backend
+            *(obs_space, act_space, {**config, "replay_context": 0}, backend),
+            extra_losses=_no_losses,
         )
         self._algorithm = algorithm
         self._seed = seed
@@ -96,6 +103,20 @@ class ActingAgent(Agent):
         values = [np.asarray(chosen[name]) for name in self._leaves]
         self._parameters.publish(devices.put(values, self._shardings))
         self._loaded = True
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Keys of the observations that acting reads."""
+        return tuple(self._algorithm.observations)
+
+    def params(self, data: Tree) -> Tree:
+        """Returns the networks of acting with the weights of a saved agent.
+
+        Errors are those of `load`.
+        """
+        shapes = jax.eval_shape(self._init, jax.random.key(self._seed))
+        empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        return with_flat_params(empty, self.weights(data))
 
     def weights(self, data: Tree, regex: str | None = None) -> dict[str, Array]:
         """Returns the weights that acting needs, in the dtypes that it uses.
@@ -136,3 +157,7 @@ class ActingAgent(Agent):
 
     def _init(self, key: Array) -> Tree:
         return self._algorithm.policy_params(self._algorithm.init(key))
+
+
+def _no_losses(*_: Any) -> dict[str, Array]:
+    return {}

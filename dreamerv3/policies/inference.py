@@ -17,7 +17,9 @@ from typing import Any
 import elements
 import numpy as np
 
-from dreamerv3.cli.config import run_config
+from dreamerv3.cli.config import ConfigError, run_config
+from dreamerv3.cli.task_origin import find_task_problem
+from dreamerv3.policies.hub import is_hub, read_hub
 from dreamerv3.policies.spaces import spaces_from_tree
 from embodied import wrappers
 from embodied.base import Agent, Array, Env, Spaces, Tree
@@ -39,6 +41,8 @@ def load(
     sample: bool | None = None,
     seed: int = 0,
     act_space: Mapping[str, Any] | None = None,
+    task: str | None = None,
+    spaces: tuple[Spaces, Spaces] | None = None,
 ) -> LoadedPolicy:
     """Loads the policy of a run's newest checkpoint.
 
@@ -46,8 +50,8 @@ def load(
     optimiser.
 
     Args:
-      path: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it. The run's
-        `config.yaml` has to lie in its logdir.
+      path: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it, or what
+        `dreamerv3.export` wrote. The run's `config.yaml` has to lie in its logdir.
       mode: `eval` or `train`, which differ only with `agent.eval_mode mode`.
       batch: number of environments to act in at once; by default a single one, whose
         observations and actions have no batch axis.
@@ -59,10 +63,15 @@ def load(
       act_space: spaces of an environment without our wrappers, such as the
         `action_space` of Gymnasium by key. Continuous actions are scaled to their
         bounds. By default they are as the wrapped environment takes them, in [-1, 1].
+      task: of the run. It is needed only where it names code, as `module:Name` does,
+        the checkpoint has no spaces, so that the environment has to be made, and it
+        was not you who started the run.
+      spaces: of observations and actions, for a checkpoint that has none, such as that
+        of a random agent; by default those of the run's task.
 
     Raises:
       CheckpointError: there is no whole checkpoint, or it does not fit its config.
-      ConfigError: there is no config, or it cannot be used.
+      ConfigError: there is no config, it cannot be used, or its task is not trusted.
       SetupError: there is no device of the platform.
       ValueError: an argument that cannot be used.
     """
@@ -73,16 +82,17 @@ def load(
         raise ValueError(
             f"load expected batch of at least 1, or None, got {brief(batch)}."
         )
-    saved = read_agent(path)
+    saved = read_hub(path) if is_hub(path) else read_agent(path)
     config = run_config(saved.logdir)
     if sample is not None:
         mode = "eval"
         config = config.update({"agent.eval_mode": "sample" if sample else "mode"})
-    obs_space, act_spaces = agent_spaces(config, saved)
+    obs_space, act_spaces = agent_spaces(config, saved, task, spaces)
     converter = None if act_space is None else ActionConverter(act_spaces, act_space)
     agent = _make_agent(config, saved, platform, obs_space, act_spaces, seed)
     return LoadedPolicy(
-        agent, obs_space, act_spaces, mode, batch, saved.step, converter
+        *(agent, obs_space, act_spaces, mode, batch, saved.step, converter),
+        logdir=saved.logdir,
     )
 
 
@@ -95,6 +105,7 @@ class LoadedPolicy:
       obs_space: what `act` needs of an observation, by key.
       act_space: what it returns, by key.
       step: of the run at which the agent was saved.
+      logdir: of that run.
     """
 
     def __init__(
@@ -106,11 +117,13 @@ class LoadedPolicy:
         batch: int | None = None,
         step: int = 0,
         converter: ActionConverter | None = None,
+        logdir: str | os.PathLike[str] = "",
     ):
         # Signals about the episode need not be given.
         self.obs_space = {k: v for k, v in obs_space.items() if k not in SIGNALS}
         self.act_space = dict(converter.spaces if converter else act_space)
         self.step = step
+        self.logdir = os.fspath(logdir)
         self._agent = agent
         self._clip = {k: v for k, v in act_space.items() if not v.discrete}
         self._converter = converter
@@ -216,11 +229,32 @@ class LoadedPolicy:
         return clipped
 
 
-def agent_spaces(config: elements.Config, saved: SavedAgent) -> tuple[Spaces, Spaces]:
-    """Returns the spaces of an agent: from its checkpoint, else from its task."""
+def agent_spaces(
+    config: elements.Config,
+    saved: SavedAgent,
+    task: str | None = None,
+    known: tuple[Spaces, Spaces] | None = None,
+) -> tuple[Spaces, Spaces]:
+    """Returns the spaces of an agent: from its checkpoint, as known, or of its task.
+
+    Args:
+      config: of the run.
+      saved: its agent.
+      task: as the user has given it, if so.
+      known: spaces of the environment, if the caller has them.
+
+    Raises:
+      ConfigError: the task of the run names code that nobody here has asked for.
+    """
     found: Tree = saved.data.get("spaces")
     if found is not None:
         return spaces_from_tree(found["obs"]), spaces_from_tree(found["act"])
+    if known is not None:
+        return known
+    if task is not None:
+        config = config.update(task=task)
+    elif problem := find_task_problem(saved.logdir, config.task, "task={task!r}"):
+        raise ConfigError(problem)
     from dreamerv3.cli.factories import make_spaces
 
     return make_spaces(config)

@@ -46,22 +46,10 @@ def draw_tasks(tasks: Sequence[TaskScores], out: Path) -> None:
         _draw_task(axes, task)
     for axes in list(grid.flat)[len(tasks) :]:
         axes.set_visible(False)
-    handles: dict[str, Any] = {}
-    for axes in grid.flat:
-        for handle, label in zip(*axes.get_legend_handles_labels()):
-            handles.setdefault(label, handle)
-    figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside upper left",
-        ncols=2,
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-    )
+    add_legend(figure, columns=2)
     units = sorted({task.unit for task in tasks})
     figure.supxlabel(" or ".join(units), fontsize=9, color=INK)
-    write_png(figure, out)
+    write_figure(figure, out)
 
 
 def _draw_task(axes: Any, task: TaskScores) -> None:
@@ -147,6 +135,23 @@ def new_figure(width: int, height: int) -> Any:
     return figure
 
 
+def add_legend(figure: Any, columns: int) -> None:
+    """Puts one legend above all panels, with each label once."""
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels()):
+            handles.setdefault(label, handle)
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside upper left",
+        ncols=columns,
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+    )
+
+
 def style_axes(axes: Any, ticks: int) -> None:
     """Leaves of the axes what helps to read values, with about `ticks` steps."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -162,11 +167,16 @@ def style_axes(axes: Any, ticks: int) -> None:
     axes.set_axisbelow(True)
 
 
-def write_png(figure: Any, out: Path) -> None:
-    """Writes a figure; equal curves become equal files."""
+def write_figure(figure: Any, out: Path) -> None:
+    """Writes a figure as PNG or SVG; equal curves become equal files."""
+    import matplotlib
+
     content = io.BytesIO()
-    # Without the version of the library.
-    figure.savefig(content, format="png", metadata={"Software": None})
+    kind = out.suffix.lower().removeprefix(".")
+    # Without the version of the library, the date, and random names.
+    metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
+    with matplotlib.rc_context({"svg.hashsalt": "dreamerv3"}):
+        figure.savefig(content, format=kind, metadata=metadata)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(content.getvalue())

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from dreamerv3.cli.config import ConfigError, run_config
+from dreamerv3.cli.task_origin import is_own, names_code
 from dreamerv3.view.dream_model import DreamModel, load_model
 from embodied.base import Env, TaskError
 from embodied.checkpoint import CheckpointError
@@ -33,6 +34,7 @@ CONTEXT = 32  # Steps that the model is shown.
 MOST_CONTEXT = 256
 SIGNALS = ("is_first", "is_last", "is_terminal", "reward")
 SHOWN_VECTOR = 64  # Numbers of a vector that are sent.
+MOST_FILE = 1 << 30  # Bytes that a file of the replay may need.
 
 log = logging.getLogger("embodied.view")
 
@@ -212,6 +214,14 @@ class Dream:
         """
         from dreamerv3.cli.factories import make_env
 
+        if names_code(self._config.task) and not is_own(
+            self._logdir, self._config.task
+        ):
+            raise NoDream(
+                f"The environment {self._config.task} names code that would be "
+                "imported, and it is not known that you have started this run on this "
+                "machine. Begin at a moment of the replay."
+            )
         self._env = make_env(self._config, 0)
         while True:
             steps = self._play_steps(self._env, count)
@@ -300,7 +310,8 @@ def read_moment(
     files.sort(key=lambda pair: (pair[1].save, pair[1].start, pair[1].name))
     place = moment * len(files)
     index = min(int(place), len(files) - 1)
-    arrays, _ = files[index][0].read(files[index][1])
+    folder, file = files[index]
+    arrays, _ = folder.read(file, MOST_FILE // (file.stop - file.start))
     total = len(arrays["is_first"])
     end = max(1, round((place - index if moment < 1 else 1.0) * (total - 1)))
     if moment == 1.0:  # With something left to compare with.

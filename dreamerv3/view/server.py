@@ -18,9 +18,9 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import anyio.to_thread
 import numpy as np
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import (
@@ -238,22 +238,22 @@ class Pages:
         identity = request.query_params.get("run")
         run = None
         if identity:
-            run = await anyio.to_thread.run_sync(self._run, identity)
+            run = await run_in_threadpool(self._run, identity)
         changes = self._changes(run) if run else self._list_changes()
         return StreamingResponse(changes, media_type="text/event-stream")
 
-    def start_dream(self, request: Request) -> Response:
+    async def start_dream(self, request: Request) -> Response:
         """Begins a dream."""
-        body = _body(request)
-        run = self._run(str(body.pop("run", "")))
+        body = await _body(request)
+        run = await run_in_threadpool(self._run, str(body.pop("run", "")))
         with _dream_errors():
-            return _json(self._dreams.start(run.path, body))
+            return _json(await run_in_threadpool(self._dreams.start, run.path, body))
 
-    def step_dream(self, request: Request) -> Response:
+    async def step_dream(self, request: Request) -> Response:
         """Makes a step in a dream."""
-        body = _body(request)
+        body, session = await _body(request), request.path_params["session"]
         with _dream_errors():
-            return _json(self._dreams.call(request.path_params["session"], body))
+            return _json(await run_in_threadpool(self._dreams.call, session, body))
 
     def end_dream(self, request: Request) -> Response:
         """Ends a dream."""
@@ -281,20 +281,20 @@ class Pages:
     async def _changes(self, run: Run) -> AsyncIterator[str]:
         stamp, quiet = None, 0.0
         while True:
-            now = await anyio.to_thread.run_sync(run.stamp)
+            now = await run_in_threadpool(run.stamp)
             if now != stamp:
                 stamp, quiet = now, 0.0
-                yield await anyio.to_thread.run_sync(_message, run)
+                yield await run_in_threadpool(_message, run)
             elif quiet >= ALIVE_SECONDS:
                 quiet = 0.0
-                yield await anyio.to_thread.run_sync(_message, run)
+                yield await run_in_threadpool(_message, run)
             await asyncio.sleep(POLL_SECONDS)
             quiet += POLL_SECONDS
 
     async def _list_changes(self) -> AsyncIterator[str]:
         sent: dict[str, Any] = {}
         while True:
-            runs = await anyio.to_thread.run_sync(self._summaries)
+            runs = await run_in_threadpool(self._summaries)
             news = [run for run in runs if sent.get(run["id"]) != run]
             here = {run["id"] for run in runs}
             gone = [identity for identity in sent if identity not in here]
@@ -330,7 +330,7 @@ def make_app(
         try:
             yield
         finally:
-            await anyio.to_thread.run_sync(dreams.close)
+            await run_in_threadpool(dreams.close)
 
     pages = Pages(Runs(folders), dreams)
     app = Starlette(
@@ -423,7 +423,7 @@ def _message(run: Run) -> str:
     return _event("run", {**content, "events": run.events()[-50:]})
 
 
-def _body(request: Request) -> dict[str, Any]:
+async def _body(request: Request) -> dict[str, Any]:
     # Only what a page of ours sends: a form of another site cannot have this type.
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         raise HTTPException(415, "Expected application/json.")
@@ -431,7 +431,7 @@ def _body(request: Request) -> dict[str, Any]:
     if length > MOST_BODY:
         raise HTTPException(413, f"Expected at most {MOST_BODY} bytes.")
     try:
-        body = json.loads(anyio.from_thread.run(request.body))
+        body = json.loads(await request.body())
     except (ValueError, RecursionError):
         raise HTTPException(400, "Expected JSON.") from None
     if not isinstance(body, dict):

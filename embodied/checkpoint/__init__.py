@@ -26,7 +26,12 @@ What is damaged is skipped with a warning that names the file, through the logge
 `embodied.checkpoint` of the `logging` module.
 """
 
-from embodied.checkpoint.files import CheckpointError, FileRecord, write_file
+from embodied.checkpoint.files import (
+    CheckpointError,
+    DiskTooSmallError,
+    FileRecord,
+    write_file,
+)
 from embodied.checkpoint.manifest import Manifest
 from embodied.checkpoint.store import Checkpoint
 from embodied.checkpoint.treefiles import load_tree, save_tree
@@ -34,6 +39,7 @@ from embodied.checkpoint.treefiles import load_tree, save_tree
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "DiskTooSmallError",
     "FileRecord",
     "Manifest",
     "load_tree",

@@ -29,12 +29,19 @@ _DIGEST = re.compile(DIGEST_PREFIX + "[0-9a-f]{64}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.partial-save")
 _VERIFIED_SECONDS = 600.0  # For which another process's word is taken.
 _SLICE = 1 << 22  # Bytes that are hashed and then written while still in the cache.
+# What a save leaves on the disk, for metrics and for what other roles save meanwhile: a
+# share of its own bytes, and this at least.
+_SPARE_SHARE, _SPARE_BYTES = 0.1, 1_000_000
 
 logger = logging.getLogger("embodied.checkpoint")
 
 
 class CheckpointError(RuntimeError):
     """Something could not be saved or loaded; the message says what and why."""
+
+
+class DiskTooSmallError(CheckpointError):
+    """The disk would have no room for a checkpoint even if it were empty."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,22 +386,47 @@ def delete(root: Root, path: str) -> bool:
     return True
 
 
-def require_space(folder: Root, needed: int, spare: int) -> None:
-    """Raises unless the disk has room for `needed` bytes and `spare` more."""
+def require_space(folder: Root, needed: int, spare: int | None = None) -> None:
+    """Raises unless the disk has room for `needed` bytes and `spare` more.
+
+    By default these are in proportion to what is needed, so that small disks can be
+    used, too.
+
+    Raises:
+      DiskTooSmallError: there could never be room.
+      CheckpointError: there is none now.
+    """
+    if spare is None:
+        spare = max(_SPARE_BYTES, int(_SPARE_SHARE * needed))
+    usage = disk_usage(folder)
+    words = f"a part of the checkpoint needs {_megabytes(needed)} and is to leave "
+    words += _megabytes(spare)
+    if usage.total < needed + spare:
+        raise DiskTooSmallError(
+            f"The disk that holds {folder} has {_megabytes(usage.total)} in all, while "
+            f"{words}: the run could never be saved there. Choose another --logdir."
+        )
+    if usage.free < needed + spare:
+        raise CheckpointError(
+            f"Too little space on the disk that holds {folder}: "
+            f"{_megabytes(usage.free)} are free, while {words}. Free some space, or "
+            "keep fewer checkpoints."
+        )
+
+
+def disk_usage(folder: Root) -> Any:
+    """Returns `total` and `free` bytes of the disk that a folder is on, or will be."""
     path = Path(folder).absolute()
     try:
         while not path.exists() and path != path.parent:
             path = path.parent
-        free = shutil.disk_usage(path).free
+        return shutil.disk_usage(path)
     except OSError as error:
         raise CheckpointError(f"Cannot look at {folder}: {error}.") from error
-    if free < needed + spare:
-        raise CheckpointError(
-            f"Too little space on the disk that holds {folder}: {free / 1e6:.0f} MB "
-            f"are free, the save needs {needed / 1e6:.0f} MB and is to leave "
-            f"{spare / 1e6:.0f} MB. The previous checkpoint is untouched; free some "
-            "space, or keep fewer checkpoints."
-        )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.{0 if count >= 1e7 else 1}f} MB"
 
 
 def _write_synced(path: Path, buffers: Iterable[Buffer]) -> tuple[int, str]:
@@ -444,10 +476,9 @@ def _explain(error: OSError, target: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"The disk that holds {target.parent} is full: {target.name} could not be "
-            "written. The previous checkpoint is untouched; free some space there."
+            "written. Free some space there."
         )
     return (
-        f"Cannot write {target}: {error.strerror or error}. The previous checkpoint is "
-        "untouched; check that this is a folder on a healthy disk that this user may "
-        "write to."
+        f"Cannot write {target}: {error.strerror or error}. Check that it is in a "
+        "folder on a healthy disk that this user may write to."
     )

@@ -24,6 +24,7 @@ from embodied.checkpoint.files import (
     SharedVerification,
     check_path,
     delete,
+    disk_usage,
     find_damage,
     is_temporary,
     list_files,
@@ -57,7 +58,8 @@ class Checkpoint:
       root: the logdir; manifests list files relative to it.
       folder: where manifests and parts lie, relative to the root.
       keep: number of checkpoints to keep.
-      min_free_bytes: room that a save has to leave on the disk.
+      min_free_bytes: room that each part of a save has to leave on the disk; None for
+        a share of what it needs.
     """
 
     def __init__(
@@ -65,12 +67,12 @@ class Checkpoint:
         root: Root,
         folder: str = "ckpt",
         keep: int = 3,
-        min_free_bytes: int = 100_000_000,
+        min_free_bytes: int | None = None,
     ):
         check_path(folder)
         if keep < 1:
             raise ValueError(f"Expected to keep at least 1 checkpoint, got {keep}.")
-        if min_free_bytes < 0:
+        if min_free_bytes is not None and min_free_bytes < 0:
             raise ValueError(f"Expected min_free_bytes >= 0, got {min_free_bytes}.")
         self._root = Path(root).absolute()
         self._folder = folder
@@ -188,6 +190,38 @@ class Checkpoint:
         readable, _ = self._manifests.read()
         return readable[0] if readable else None
 
+    def what_stands(self) -> str:
+        """Returns a sentence on what there is after a save that failed."""
+        try:
+            last = self.last()
+        except CheckpointError:
+            last = None
+        if last is None:
+            return "There is no checkpoint yet: nothing of the run is saved."
+        return f"The last checkpoint, {last.tag}, is untouched."
+
+    def find_room_problem(self, nbytes: int) -> str:
+        """Returns why the disk has no room to keep checkpoints; empty if it has.
+
+        Args:
+          nbytes: that one of them takes. While it is written, those that are kept are
+            still there.
+        """
+        usage = disk_usage(self._root)
+        held = sum(
+            locate(self._root, path).stat().st_size
+            for path in list_files(self._root, self._folder)
+        )
+        room = (usage.free + held) // max(1, nbytes)
+        if room > self._keep:
+            return ""
+        return (
+            f"The disk that holds {self._root} has room for {room} checkpoints of "
+            f"{nbytes / 1e6:.1f} MB, but run.keep {self._keep} needs "
+            f"{self._keep + 1} of them at times: later saves will fail. Set a smaller "
+            "--run.keep, or choose another --logdir."
+        )
+
     def parts(self, manifest: Manifest) -> list[str]:
         """Returns the names of the parts that a checkpoint has."""
         start, end = f"{self._folder}/", f"/{manifest.tag}.json"
@@ -251,6 +285,12 @@ class Checkpoint:
 
         return self._look(read)
 
+    def may_be_committed(self, tag: str) -> bool:
+        """Tells whether a tag is, or may be, that of a checkpoint that is kept."""
+        readable, damaged = self._manifests.read()
+        unclear = {self._manifests.current, self._manifests.archived(tag)}
+        return bool(unclear & damaged.keys()) or any(x.tag == tag for x in readable)
+
     def discard(self, tag: str) -> bool:
         """Removes the parts of a save that failed; a committed tag is left alone.
 
@@ -259,12 +299,7 @@ class Checkpoint:
         """
         check_tag(tag)
         with self._lock:
-            readable, damaged = self._manifests.read()
-            unclear = {
-                self._manifests.current,
-                self._manifests.archived(tag),
-            } & damaged.keys()
-            if unclear or any(manifest.tag == tag for manifest in readable):
+            if self.may_be_committed(tag):
                 return False
             for path in list_files(self._root, self._folder):
                 if find_tag(path) == tag:
@@ -309,9 +344,7 @@ class Checkpoint:
         temporary files are removed.
         """
         with self._lock:
-            for path in list_files(self._root):
-                if is_temporary(path):
-                    delete(self._root, path)
+            self.remove_temporary("")
             self.prune()
             readable, damaged = self._manifests.read()
             if damaged and not readable:
@@ -322,6 +355,12 @@ class Checkpoint:
             for path in list_files(self._root, self._folder):
                 if find_tag(path) and path not in needed:
                     delete(self._root, path)
+
+    def remove_temporary(self, folder: str) -> None:
+        """Removes files below a folder whose writer was killed. None may be at work."""
+        for path in list_files(self._root, folder):
+            if is_temporary(path):
+                delete(self._root, path)
 
     def _look(self, read: Callable[[], _Found]) -> _Found:
         """Reads again if that failed while another process committed.

@@ -60,7 +60,7 @@ def save_tree(
     path_stem: str,
     tree: Tree,
     required: bool = True,
-    min_free_bytes: int = 0,
+    min_free_bytes: int | None = 0,
 ) -> list[FileRecord]:
     """Writes a tree as `path_stem`.safetensors and `path_stem`.json.
 
@@ -71,7 +71,7 @@ def save_tree(
         (bool, int, float, complex, and the types of ml_dtypes), int, float, str,
         bytes, bool and None. All come back with their types; arrays in C order.
       required: goes into the records.
-      min_free_bytes: room to leave on the disk.
+      min_free_bytes: room to leave on the disk; None for a share of what is written.
 
     Raises:
       CheckpointError: the tree holds anything else, or could not be written.

@@ -18,6 +18,9 @@ _CAMERAS = {"quadruped": 2}
 _ALIASES = {"cup": "ball_in_cup"}
 
 
+FRAME_SIZE = (240, 320)  # Height and width of what `render` draws.
+
+
 class DMC(Env):
     """A task of the suite, from its state, from images, or from both.
 
@@ -75,6 +78,10 @@ class DMC(Env):
         if self._image:
             obs["image"] = rendering.render(self._physics, self._size, self._camera)
         return obs
+
+    def render(self) -> np.ndarray:
+        """Draws the scene, for people; [H, W, 3] uint8."""
+        return rendering.render(self._physics, FRAME_SIZE, self._camera)
 
     def close(self) -> None:
         """Closes the environment."""

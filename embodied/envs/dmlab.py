@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import zlib
-
 import deepmind_lab
 import numpy as np
 
 from embodied.base import Array, Env, Spaces
-from embodied.envs.keys import SIGNALS, check_at_least, class_action, signals
+from embodied.envs.keys import (
+    SIGNALS,
+    WORD_CLASSES,
+    WORDS,
+    check_at_least,
+    class_action,
+    hash_words,
+    signals,
+)
 from embodied.space import Space
 
 FOLDER = "contributed/dmlab30/"
-WORDS = 16  # Of an instruction that are observed.
-CLASSES = 256  # Of hashed words; 0 stands for none.
 
 # Look left or right and up or down (pixels), strafe, move, fire, jump, crouch: the
 # nine actions of IMPALA.
@@ -70,7 +74,7 @@ class DMLab(Env):
     @property
     def obs_space(self) -> Spaces:
         """An image, and in levels about language the instruction as hashed words."""
-        words = {"instruction": Space(np.int32, (WORDS,), 0, CLASSES)}
+        words = {"instruction": Space(np.int32, (WORDS,), 0, WORD_CLASSES)}
         return {
             "image": Space(np.uint8, (*self._size, 3)),
             **(words if self._instructed else {}),
@@ -107,18 +111,8 @@ class DMLab(Env):
             raw = self._lab.observations()
             self._seen = {"image": np.array(raw["RGB_INTERLEAVED"], np.uint8)}
             if self._instructed:
-                self._seen["instruction"] = _hash_words(raw["INSTR"])
+                self._seen["instruction"] = hash_words(raw["INSTR"])
         return {
             **self._seen,
             **signals(reward, is_first, self._done, self._done and self._episodic),
         }
-
-
-def _hash_words(text: str | bytes | np.ndarray) -> np.ndarray:
-    """Returns a class per word [WORDS] int32, zeros after the last one."""
-    text = text.item() if isinstance(text, np.ndarray) else text
-    text = text.decode() if isinstance(text, bytes) else text
-    words = np.zeros(WORDS, np.int32)
-    for index, word in enumerate(text.lower().split()[:WORDS]):
-        words[index] = zlib.crc32(word.encode()) % (CLASSES - 1) + 1
-    return words

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import importlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -12,14 +13,12 @@ import numpy as np
 from gymnasium import spaces
 
 from embodied.base import Array, Env, Spaces
+from embodied.envs.gym_spaces import act_leaf, image_layout, obs_leaf
 from embodied.envs.keys import (
     SIGNALS,
-    Path,
-    UnsupportedSpace,
     UnusableEnv,
     check_keys,
     flatten,
-    is_image,
     signals,
     unflatten,
 )
@@ -46,19 +45,25 @@ class FromGym(Env):
     that are joined with slashes, such as `hand/0/joints`. Discrete, MultiDiscrete and
     MultiBinary become int32 that count from 0, with a number of classes per element;
     so do integer Boxes that start below (an action's: anywhere else) and whose range
-    fits. Other Boxes keep their dtype. Float observations are declared without bounds,
-    since agents do not need them and many environments step over theirs. At the end of
-    an episode, `terminated` sets `is_last` and `is_terminal`, `truncated` only the
-    first.
+    fits. Images become [H, W, C] uint8, see `gym_spaces.image_layout`; other
+    observations of more than two dimensions become vectors, and texts the classes of
+    their first 16 words. Other Boxes keep their dtype. Float observations are declared
+    without bounds, since agents do not need them and many environments step over
+    theirs. At the end of an episode, `terminated` sets `is_last` and `is_terminal`,
+    `truncated` only the first.
 
     Args:
       env: a registered id, or an environment.
-      obs_key: key of an observation that is not a Dict. Default: 'image' for an image
-        (3-dimensional uint8), else 'obs'.
+      obs_key: key of an observation that is not a Dict. Default: 'image' for an image,
+        else 'obs'.
       act_key: key of an action that is not a Dict.
       seed: seed of the first reset. Later ones go on from there.
-      info_keys: numbers in `info` that are returned as `log/NAME`, 0 where absent.
-      **kwargs: passed to `gymnasium.make`.
+      info_keys: numbers in `info` that are returned as `log/NAME`, 0 where absent; the
+        name `none` stands for none.
+      size: height and width of images; zeros for their own.
+      vector: how many of them are made together, see `gym_vector`; no matter for one.
+      kwargs: arguments of `gymnasium.make`.
+      **more: further ones.
     """
 
     def __init__(
@@ -68,8 +73,12 @@ class FromGym(Env):
         act_key: str = "action",
         seed: int = 0,
         info_keys: Sequence[str] = (),
-        **kwargs: Any,
+        size: Sequence[int] = (0, 0),
+        vector: str = "none",
+        kwargs: Mapping[str, Any] | None = None,
+        **more: Any,
     ):
+        kwargs = {**(kwargs or {}), **more}
         if isinstance(env, str):
             env = _make(env, kwargs)
         elif kwargs:
@@ -86,17 +95,20 @@ class FromGym(Env):
                     f"{'nothing' if space is None else repr(space)}. Set it in the "
                     "class or in __init__."
                 )
+        _check_reset(self.name, env)
         self._seed: int | None = seed
-        self._info_keys = tuple(info_keys)
+        self._info_keys = tuple(key for key in info_keys if key != "none")
         self._done = True
         self._closed = False
         if obs_key is None:
-            obs_key = "image" if is_image(env.observation_space) else "obs"
+            obs_key = "obs" if image_layout(env.observation_space) is None else "image"
+        height, width = (int(side) for side in size)
         self._obs_leaves = [
-            _leaf(*leaf, acts=False) for leaf in flatten(env.observation_space, obs_key)
+            obs_leaf(*leaf, (height, width))
+            for leaf in flatten(env.observation_space, obs_key)
         ]
         self._act_leaves = [
-            _leaf(*leaf, acts=True) for leaf in flatten(env.action_space, act_key)
+            act_leaf(*leaf) for leaf in flatten(env.action_space, act_key)
         ]
         check_keys(
             self.name,
@@ -144,6 +156,10 @@ class FromGym(Env):
         self._done = bool(terminated or truncated)
         return self._observe(obs, info, reward, is_terminal=bool(terminated))
 
+    def render(self) -> Any:
+        """Draws the scene as the environment's render mode says."""
+        return self.gym_env.render()
+
     def close(self) -> None:
         """Closes the environment."""
         if not self._closed:
@@ -174,9 +190,45 @@ class FromGym(Env):
     ) -> dict[str, Array]:
         return {
             **{leaf.key: leaf.encode(leaf.find(obs)) for leaf in self._obs_leaves},
-            **{f"log/{key}": np.float32(info.get(key, 0.0)) for key in self._info_keys},
+            **{
+                f"log/{key}": check_info(key, info.get(key, 0.0))
+                for key in self._info_keys
+            },
             **signals(reward, is_first, self._done, is_terminal),
         }
+
+
+def _check_reset(name: str, env: gymnasium.Env) -> None:
+    """Raises an error if `reset` does not take a seed."""
+    for method in (env.reset, env.unwrapped.reset):
+        try:
+            signature = inspect.signature(method)
+        except ValueError:  # Some that are written in C have none.
+            continue
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+        if "seed" not in signature.parameters and not takes_any:
+            raise UnusableEnv(
+                f"Env {name}: expected reset to take a seed, as Gymnasium's API has "
+                f"it, got reset{signature}. Write: def reset(self, *, seed=None, "
+                "options=None)"
+            )
+
+
+def check_info(key: str, value: Any) -> np.float32:
+    """Returns a value of `info` as a number to log."""
+    try:
+        return np.float32(value)
+    except (TypeError, ValueError):
+        raise UnusableEnv(
+            f"Expected info[{key!r}] as a number, to log it as log/{key}, got "
+            f"{value!r}. Leave it out of info_keys."
+        ) from None
+
+
+def nothing_else(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options of `FromGym` without those that say how to make it."""
+    return {k: v for k, v in options.items() if k not in ("vector", "kwargs")}
 
 
 def is_gym_env(env: Any) -> bool:
@@ -184,114 +236,15 @@ def is_gym_env(env: Any) -> bool:
     return isinstance(env, gymnasium.Env)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """One array among the elements of a nested Gymnasium space.
-
-    Attributes:
-      key: ours.
-      path: where it lies in a Gymnasium value.
-      space: ours.
-      gym_space: Gymnasium's.
-      start: the Gymnasium value of our 0, for all elements or for each; None for 0.
-    """
-
-    key: str
-    path: Path
-    space: Space
-    gym_space: gymnasium.Space
-    start: int | np.ndarray | None = None
-
-    def find(self, value: Any) -> Any:
-        """Returns this leaf's element of a nested value."""
-        element = value
-        for part in self.path:
-            try:
-                element = element[part]
-            except (KeyError, IndexError, TypeError) as error:
-                raise UnusableEnv(
-                    f"Expected {self.gym_space} at {self.key!r} of an observation, as "
-                    f"its space declares, got no {part!r} in {element!r}."
-                ) from error
-        return element
-
-    def encode(self, value: Any) -> np.ndarray:
-        """Converts an element to ours, in a copy: it may be the environment's buffer.
-
-        A value that does not fit is returned as it is, for CheckSpaces to report.
-        """
-        array = np.array(value)
-        kinds = "biuf" if self.start is None else "biu"
-        if array.dtype.kind not in kinds:
-            return array
-        if self.start is not None:
-            array = array.astype(np.int64) - self.start
-        if array.dtype == self.space.dtype:
-            return array
-        with np.errstate(over="ignore", invalid="ignore"):
-            cast = array.astype(self.space.dtype)
-        lossy = self.space.discrete and not np.array_equal(cast, array)
-        return array if lossy else cast
-
-    def decode(self, value: Array) -> Any:
-        """Converts an array of ours to an element."""
-        array = np.asarray(value)
-        if self.start is not None:
-            array = array.astype(np.int64) + self.start
-        array = np.asarray(array, self.gym_space.dtype)
-        return array[()] if isinstance(self.gym_space, spaces.Discrete) else array
-
-
-def _leaf(key: str, path: Path, space: gymnasium.Space, acts: bool) -> _Leaf:
-    try:
-        if isinstance(space, spaces.Discrete):
-            classes = _classes(int(space.n))
-            return _Leaf(key, path, classes, space, int(space.start) or None)
-        if isinstance(space, spaces.MultiDiscrete):
-            classes = _classes(space.nvec)
-            start = space.start.astype(np.int64) if np.any(space.start) else None
-            return _Leaf(key, path, classes, space, start)
-        if isinstance(space, spaces.MultiBinary):
-            return _Leaf(key, path, Space(np.int32, space.shape, 0, 2), space)
-        if isinstance(space, spaces.Box):
-            return _box_leaf(key, path, space, acts)
-    except ValueError as error:
-        raise UnsupportedSpace(f"Gymnasium space {space} at {key!r}: {error}") from None
-    raise UnsupportedSpace(
-        f"Expected a Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple at "
-        f"{key!r}, got {space}, whose values have no fixed shape. Convert it with a "
-        "gymnasium.ObservationWrapper or ActionWrapper."
-    )
-
-
-def _box_leaf(key: str, path: Path, space: spaces.Box, acts: bool) -> _Leaf:
-    dtype = np.dtype(space.dtype)
-    if dtype.kind == "f":
-        bounds = (space.low, space.high) if acts else (None, None)
-        return _Leaf(key, path, Space(dtype, space.shape, *bounds), space)
-    if dtype.kind == "b":
-        return _Leaf(key, path, Space(dtype, space.shape), space)
-    wide = np.uint64 if dtype == np.uint64 else np.int64
-    low, high = space.low.astype(wide), space.high.astype(wide)
-    spread = high.astype(object) - low.astype(object)
-    # Actions are classes, and an observation of -1 would mean that it is missing.
-    shift = np.any(low) and (acts or dtype.kind == "i")
-    if shift and np.all(spread < np.iinfo(np.int32).max):
-        return _Leaf(key, path, _classes(spread + 1), space, low.astype(np.int64))
-    # Highs are inclusive there and exclusive here; a 64-bit maximum admits itself.
-    high = np.minimum(high, np.iinfo(wide).max - 1) + wide(1)
-    return _Leaf(key, path, Space(dtype, space.shape, low, high), space)
-
-
-def _classes(number: int | np.ndarray) -> Space:
-    """Returns the space of integers from 0 to below `number`, per element."""
-    number = np.asarray(number).astype(np.int64)
-    if np.any(number > np.iinfo(np.int32).max):
-        raise ValueError(f"expected classes that fit int32, got {number.max()}.")
-    return Space(np.int32, number.shape, 0, number)
-
-
 def _make(task: str, kwargs: dict[str, Any]) -> gymnasium.Env:
+    with make_registered(task):
+        # Its checker only warns; CheckSpaces raises.
+        return gymnasium.make(task, disable_env_checker=True, **kwargs)
+
+
+@contextlib.contextmanager
+def make_registered(task: str) -> Iterator[None]:
+    """Imports what registers an id, and explains errors of making it in the body."""
     for prefix, package, extra in _PROVIDERS:
         if task.startswith(prefix) and task not in gymnasium.registry:
             try:
@@ -300,8 +253,7 @@ def _make(task: str, kwargs: dict[str, Any]) -> gymnasium.Env:
                 missing = error.name or package
                 raise MissingExtra.named(f"gym_{task}", missing, extra) from error
     try:
-        # Its checker only warns; CheckSpaces raises.
-        return gymnasium.make(task, disable_env_checker=True, **kwargs)
+        yield
     except gymnasium.error.UnregisteredEnv as error:
         raise UnknownTask(
             f"Expected an id that is registered with Gymnasium, got {task!r}. {error} "

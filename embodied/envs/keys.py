@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ RESERVED = (
     *("reset", "consec", "stepid", "seed", "envid", "is_eval"),
 )
 RESERVED_PREFIXES = ("log/", "dyn/")
+
+WORDS = 16  # Of a text that are observed.
+WORD_CLASSES = 256  # Of hashed words; 0 stands for none.
 
 Path = tuple[Any, ...]  # Keys and indices that lead to an element of a nested value.
 
@@ -108,6 +112,16 @@ def unflatten(space: Any, values: Iterator[Any]) -> Any:
         children = [unflatten(child, values) for child in space]
         return children if isinstance(space, list) else tuple(children)
     return next(values)
+
+
+def hash_words(text: str | bytes | np.ndarray) -> np.ndarray:
+    """Returns a class per word [WORDS] int32, zeros after the last one."""
+    text = text.item() if isinstance(text, np.ndarray) else text
+    text = text.decode() if isinstance(text, bytes) else text
+    words = np.zeros(WORDS, np.int32)
+    for index, word in enumerate(text.lower().split()[:WORDS]):
+        words[index] = zlib.crc32(word.encode()) % (WORD_CLASSES - 1) + 1
+    return words
 
 
 def is_image(space: Any) -> bool:

@@ -12,16 +12,17 @@ import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from embodied.base import Env, TaskError
+from embodied.base import BatchEnv, Env, TaskError
 from embodied.envs.keys import UnusableEnv
 
 PACKAGE = "dreamerv3-parallel"
+MOST_LISTED = 20  # Names that an error lists although it knows what may be meant.
 PACKAGE_MODULE = __name__.split(".")[0]
 
 
@@ -37,6 +38,8 @@ class Suite:
       doc: one line for listings.
       extra: the extra of this package to install; empty if none is needed.
       install: how to install the suite's packages, where no extra can.
+      batch: `module:attribute` of what makes several environments that step together,
+        of a name, seeds and the suite's options; it may return None.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Suite:
     doc: str
     extra: str = ""
     install: str = ""
+    batch: str = ""
 
 
 _SUITES = (
@@ -95,6 +99,13 @@ _SUITES = (
         "Cheap made-up observations of every kind: disc, cont, both.",
     ),
     Suite(
+        "envpool",
+        "embodied.envs.envpool:make_envpool",
+        "Batches of Atari and other games in C++, such as envpool_Pong-v5.",
+        extra="envpool",
+        batch="embodied.envs.envpool:make_pool",
+    ),
+    Suite(
         "grid",
         "embodied.envs.grid:Grid",
         "A small arena on images, learnable on a CPU in minutes: reach, avoid.",
@@ -103,6 +114,7 @@ _SUITES = (
         "gym",
         "embodied.envs.from_gym:FromGym",
         "Any id that is registered with Gymnasium, such as gym_CartPole-v1.",
+        batch="embodied.envs.gym_vector:make_vector",
     ),
     Suite(
         "loconav",
@@ -146,17 +158,27 @@ SUITES: Mapping[str, Suite] = MappingProxyType({suite.name: suite for suite in _
 
 
 class UnknownTask(TaskError, ValueError):
-    """No suite, or no task of a suite, has this name."""
+    """No suite, or no task of a suite, has this name.
+
+    Args:
+      message: what was expected, and what came.
+      near: names that may be meant, the most likely first.
+    """
+
+    def __init__(self, message: str, near: Iterable[str] = ()):
+        self.message, self.near = message, tuple(near)
+        hint = f" Did you mean {' or '.join(self.near)}?" if self.near else ""
+        super().__init__(f"{message}{hint}")
 
     @classmethod
     def named(cls, kind: str, name: str, known: Iterable[str]) -> UnknownTask:
         """Makes the error of a `kind`, such as 'dummy task', that is not `known`."""
         known = sorted(known)
         near = difflib.get_close_matches(name, known, n=3)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        return cls(
-            f"Expected the name of a {kind} ({', '.join(known)}), got {name!r}.{hint}"
-        )
+        listed = ""
+        if len(known) <= MOST_LISTED or not near:
+            listed = f" ({', '.join(known)})"
+        return cls(f"Expected the name of a {kind}{listed}, got {name!r}.", near)
 
 
 class MissingExtra(TaskError, ImportError):
@@ -206,9 +228,9 @@ def make(task: str, *, index: int = 0, seed: int = 0, **kwargs: Any) -> Env:
       **kwargs: options of the suite.
     """
     derived = env_seed(seed, index)
-    own = _OWN_TASK.fullmatch(task)
-    if own and not _is_dm_task(own[1]):
-        return _make_own(task, own[1], own[2], derived, kwargs)
+    own = own_factory(task)
+    if own is not None:
+        return adapt(task, own, derived, {"kwargs": kwargs})
     name, underscore, rest = task.partition("_")
     check_task("suite before the first underscore", name, SUITES)
     if not underscore or not rest:
@@ -216,7 +238,59 @@ def make(task: str, *, index: int = 0, seed: int = 0, **kwargs: Any) -> Env:
             f"Expected a task of the form {name}_NAME, got {task!r}. "
             f"The suite {name!r} has: {SUITES[name].doc}"
         )
-    return _make_of_suite(task, SUITES[name], rest, derived, kwargs)
+    suite = SUITES[name]
+    return _call_suite(task, suite, suite.factory, rest, {"seed": derived, **kwargs})
+
+
+def make_batch(
+    task: str, *, indices: Sequence[int], seed: int = 0, **kwargs: Any
+) -> BatchEnv | None:
+    """Makes several environments of a task that step together, if the suite can.
+
+    Args:
+      task: `SUITE_NAME`.
+      indices: their numbers within the run.
+      seed: seed of the run.
+      **kwargs: options of the suite.
+    """
+    name, _, rest = task.partition("_")
+    suite = SUITES.get(name)
+    if suite is None or not suite.batch:
+        return None
+    seeds = [env_seed(seed, index) for index in indices]
+    return _call_suite(task, suite, suite.batch, rest, {"seeds": seeds, **kwargs})
+
+
+def adapt_batch(
+    factory: Callable[..., Any], seeds: Sequence[int], options: Mapping[str, Any]
+) -> BatchEnv | None:
+    """Makes several environments with a factory that takes `num_envs`.
+
+    Returns None for other factories. It returns a `gymnasium.vector.VectorEnv`, or a
+    BatchEnv.
+
+    Args:
+      factory: class or function.
+      seeds: one for each.
+      options: as for `adapt`.
+    """
+    if not takes(factory, "num_envs"):
+        return None
+    kwargs = {**options.get("kwargs", {}), "num_envs": len(seeds)}
+    env = factory(**kwargs)
+    if isinstance(env, BatchEnv):
+        return env
+    gym_vector = importlib.import_module("embodied.envs.gym_vector")
+    # The first seed is for all: few vector environments take more.
+    return gym_vector.from_vector(env, seeds[:1], options)
+
+
+def own_factory(task: str) -> Callable[..., Any] | None:
+    """Returns the class or function of a task `module:Name`; None for other tasks."""
+    own = _OWN_TASK.fullmatch(task)
+    if own is None or _is_dm_task(own[1]):
+        return None
+    return find_factory(task, own[1], own[2])
 
 
 def env_seed(seed: int, index: int) -> int:
@@ -245,25 +319,28 @@ def find_factory(task: str, module_name: str, name: str) -> Callable[..., Any]:
         ) from error
     factory = getattr(module, name, None)
     if not callable(factory):
-        raise UnknownTask.named(
-            f"class or function in {module_name}",
-            name,
-            [
-                key
-                for key, value in vars(module).items()
-                if callable(value) and not key.startswith("_")
-            ],
-        )
+        public = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("_")
+        ]
+        found = UnknownTask.named(f"class or function in {module_name}", name, public)
+        near = [f"{module_name}:{key}" for key in found.near]
+        raise UnknownTask(found.message, near)
     return factory
 
 
-def _make_of_suite(
-    task: str, suite: Suite, name: str, seed: int, kwargs: dict[str, Any]
-) -> Env:
+def _call_suite(
+    task: str, suite: Suite, factory: str, name: str, kwargs: dict[str, Any]
+) -> Any:
     try:
-        module, _, attribute = suite.factory.partition(":")
-        factory = getattr(importlib.import_module(module), attribute)
-        return factory(name, seed=seed, **kwargs)
+        module, _, attribute = factory.partition(":")
+        return getattr(importlib.import_module(module), attribute)(name, **kwargs)
+    except UnknownTask as error:
+        if not error.near:
+            raise
+        near = [f"{suite.name}_{other}" for other in error.near]
+        raise UnknownTask(error.message, near) from None
     except ModuleNotFoundError as error:
         # Missing parts of this package, or of the user's, are another matter.
         package = (error.name or "").split(".")[0]
@@ -275,10 +352,36 @@ def _make_of_suite(
         ) from error
 
 
-def _make_own(
-    task: str, module_name: str, name: str, seed: int, kwargs: dict[str, Any]
+def takes(factory: Callable[..., Any], name: str) -> bool:
+    """Returns whether a class or function has a parameter of a name, not yet set."""
+    with contextlib.suppress(ValueError, TypeError):
+        signature = inspect.signature(factory)
+        set_already = getattr(factory, "keywords", {})  # Of a partial.
+        return name in signature.parameters and name not in set_already
+    return False
+
+
+def adapt(
+    task: str,
+    factory: Callable[..., Any],
+    seed: int,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Env:
-    factory = find_factory(task, module_name, name)
+    """Makes an environment of one's own, and fits it to the interface.
+
+    Args:
+      task: name for messages.
+      factory: class or function that returns an Env, a Gymnasium or a dm_env one. It
+        is called with `seed`, if it has a parameter of that name.
+      seed: of this environment.
+      options: of `FromGym`, for a Gymnasium environment; `kwargs` among them are
+        arguments of the factory.
+    """
+    batch = adapt_batch(factory, [seed], options)
+    if batch is not None:
+        return importlib.import_module("embodied.envs.gym_vector").OneOfBatch(batch)
+    gym_options = dict(options)
+    kwargs = dict(gym_options.pop("kwargs", {}))
     # Some that are written in C have no signature.
     with contextlib.suppress(ValueError):
         signature = inspect.signature(factory)
@@ -290,7 +393,7 @@ def _make_own(
         return env
     from_gym = importlib.import_module("embodied.envs.from_gym")
     if from_gym.is_gym_env(env):
-        return from_gym.FromGym(env, seed=seed)
+        return from_gym.FromGym(env, seed=seed, **gym_options)
     from_dm = importlib.import_module("embodied.envs.from_dm")
     if from_dm.is_dm_env(env):
         return from_dm.FromDM(env)

@@ -64,6 +64,14 @@ def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.asarray(resized)
 
 
+def resize_planes(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Resizes an image [H, W, C] uint8, of any number of channels."""
+    if image.shape[2] == 3:  # Pillow knows these, and single ones for all others.
+        return resize(image, size)
+    planes = np.moveaxis(image, 2, 0)
+    return np.stack([resize(plane, size) for plane in planes], axis=2)
+
+
 def failure(error: BaseException) -> RenderingUnavailable:
     """Returns the error of a MuJoCo package that could not render."""
     backend = os.environ.get(VARIABLE) or "chosen by MuJoCo"

@@ -90,6 +90,8 @@ class JaxAgent(Agent):
         acting = None
         if options.enable_policy:
             acting = devices.policy_layout(options.policy_devices, options.policy_mesh)
+        # Of the devices that act: cpu, gpu or tpu.
+        self.platform = (acting or train).mesh.devices.flat[0].platform
         parameters, publish_shardings = None, None
         if acting is not None:
             same = acting.mesh == train.mesh

@@ -19,6 +19,7 @@ from embodied.jax.nets import Array, f32, sg
 # A part of the tree's structure, not of its arrays.
 static_field = functools.partial(dataclasses.field, metadata={"static": True})
 
+NEVER = -1e30  # Logarithm of the probability of what cannot happen.
 BIN_RANGE = 20.0  # Bins of two-hot distributions reach from -symexp(20) to symexp(20).
 
 
@@ -31,21 +32,57 @@ class Categorical:
       logprobs: [..., classes] logarithms of the probabilities.
       event: number of axes before the last that belong to one event.
       lowest: entropy of the least random distribution, per variable.
+      highest: entropy of the uniform distribution, per variable; None for that over
+        all classes.
     """
 
     logprobs: Array
     event: int = static_field(default=0)
     lowest: float = static_field(default=0.0)
+    highest: float | None = static_field(default=None)
 
     @classmethod
-    def of(cls, logits: Array, unimix: float = 0.0, event: int = 0) -> Categorical:
-        """Makes it from logits [..., classes], with a share of the uniform one."""
+    def of(
+        cls,
+        logits: Array,
+        unimix: float = 0.0,
+        event: int = 0,
+        counts: np.ndarray | None = None,
+    ) -> Categorical:
+        """Makes it from logits [..., classes], with a share of the uniform one.
+
+        Args:
+          logits: [..., *event, classes].
+          unimix: share of the uniform distribution.
+          event: number of axes that belong to one event.
+          counts: [*event] classes of each variable, where they differ. Those from
+            there on have no probability.
+        """
         logits = f32(logits)
+        if counts is not None:
+            return cls._of_unequal(logits, unimix, event, counts)
         if not unimix:
             return cls(jax.nn.log_softmax(logits), event)
         classes = logits.shape[-1]
         probs = (1 - unimix) * jax.nn.softmax(logits) + unimix / classes
         return cls(jnp.log(probs), event, _least_entropy(classes, unimix))
+
+    @classmethod
+    def _of_unequal(
+        cls, logits: Array, unimix: float, event: int, counts: np.ndarray
+    ) -> Categorical:
+        valid = np.arange(logits.shape[-1]) < counts[..., None]
+        probs = jax.nn.softmax(jnp.where(valid, logits, NEVER))
+        probs = (1 - unimix) * probs + unimix * valid / counts[..., None]
+        least = [_least_entropy(int(n), unimix) if unimix else 0.0 for n in counts.flat]
+        return cls(
+            # Finite, since zero times infinity is not zero; the inner choice is for
+            # the gradient.
+            jnp.where(valid, jnp.log(jnp.where(valid, probs, 1)), NEVER),
+            event,
+            float(np.mean(least)),
+            float(np.mean(np.log(counts))),
+        )
 
     @property
     def probs(self) -> Array:
@@ -82,7 +119,8 @@ class Categorical:
         """Least and greatest entropy that the event can have."""
         shape = self.logprobs.shape
         count = math.prod(shape[len(shape) - 1 - self.event : -1])
-        return count * self.lowest, count * math.log(shape[-1])
+        most = math.log(shape[-1]) if self.highest is None else self.highest
+        return count * self.lowest, count * most
 
     def kl(self, other: Categorical) -> Array:
         """Divergence KL(self || other) of the event."""

@@ -110,7 +110,8 @@ class PolicyHead(eqx.Module):
         lead, event = raw[0].shape[:-1], len(space.shape)
         if space.discrete:
             shape = (*lead, *space.shape, values.classes(space, key))
-            return Categorical.of(raw[0].reshape(shape), self.unimix, event)
+            counts = values.class_counts(space)
+            return Categorical.of(raw[0].reshape(shape), self.unimix, event, counts)
         mean, std = (x.reshape((*lead, *space.shape)) for x in raw)
         return BoundedNormal.of(mean, std, event, self.minstd, self.maxstd)
 

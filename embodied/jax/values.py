@@ -17,15 +17,20 @@ MOST_CLASSES = 2**16  # Beyond this an integer is a number, not a category.
 
 
 def classes(space: Space, key: str) -> int:
-    """Number of classes of a discrete space, the same for all its elements."""
-    found = np.unique(space.classes)
-    if len(found) != 1 or found[0] > MOST_CLASSES:
+    """Number of classes of a discrete space; the largest of its elements'."""
+    most = int(np.max(space.classes))
+    if most > MOST_CLASSES:
         raise ValueError(
-            f"{key!r} expected the same number of classes, at most {MOST_CLASSES}, "
-            f"for all elements, got {space}. Give the space its bounds, split the key, "
-            "or convert it to float32."
+            f"{key!r} expected at most {MOST_CLASSES} classes for each element, got "
+            f"{space}. Give the space its bounds, or convert it to float32."
         )
-    return int(found[0])
+    return most
+
+
+def class_counts(space: Space) -> np.ndarray | None:
+    """Classes of each element, of the space's shape; None if all have as many."""
+    counts = np.asarray(space.classes)
+    return None if np.all(counts == counts.flat[0]) else counts
 
 
 def vector_size(space: Space, key: str) -> int:

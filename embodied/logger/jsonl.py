@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
 import math
 import os
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from embodied.logger.output import Output, Summary, rows_by_step
+
+_STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
+_BLOCK = 1 << 20
+
+_log = logging.getLogger(__name__)
 
 
 class JSONLOutput(Output):
@@ -24,7 +32,7 @@ class JSONLOutput(Output):
 
     Every line is complete: the last line of a killed process is completed or cut off
     when the file is opened, and a write that fails half-way, as on a full disk, is
-    undone.
+    undone. A run that is continued removes the lines of steps that it makes again.
 
         JSONLOutput(logdir, 'scores.jsonl', 'episode/score')   # Not eval_episode/score.
 
@@ -44,6 +52,7 @@ class JSONLOutput(Output):
         path = pathlib.Path(str(logdir)) / filename
         path.parent.mkdir(parents=True, exist_ok=True)
         _repair(path)
+        self._path = path
         self._file = path.open("ab", buffering=0)
 
     def __call__(self, summaries: Sequence[Summary]) -> None:
@@ -56,6 +65,34 @@ class JSONLOutput(Output):
         if rows := rows_by_step(scalars):
             lines = (json.dumps(row, allow_nan=False) + "\n" for row in rows)
             self._append("".join(lines).encode())
+
+    def rewind(self, step: int) -> None:
+        """Removes the lines of later steps."""
+        kept, removed = _kept_lines(self._path, step)
+        if not removed:
+            return
+        _log.info(
+            "%s: %d lines of steps after %d, which are made again, are removed.",
+            self._path,
+            removed,
+            step,
+        )
+        if len(kept) == 1:
+            # The usual case: they are the end of the file.
+            os.truncate(self._file.fileno(), kept[0][1])
+            return
+        # Steps of earlier versions went back at every resume.
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            with self._path.open("rb") as source, temporary.open("wb") as target:
+                for start, stop in kept:
+                    source.seek(start)
+                    _copy(source, target, stop - start)
+            os.replace(temporary, self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._file.close()
+        self._file = self._path.open("ab", buffering=0)
 
     def close(self) -> None:
         """Closes the file; every write has reached it already."""
@@ -77,6 +114,37 @@ class JSONLOutput(Output):
 def _number(value: np.ndarray) -> int | float | None:
     number = value.item()
     return number if math.isfinite(number) else None
+
+
+def _kept_lines(path: pathlib.Path, last: int) -> tuple[list[tuple[int, int]], int]:
+    """Finds the lines up to a step, and those of no step.
+
+    Returns:
+      Where they lie, as ranges of bytes, and the number of other lines. The first range
+      begins at 0 and may be empty.
+    """
+    ranges, removed, position = [(0, 0)], 0, 0
+    with path.open("rb") as file:
+        for line in file:
+            end = position + len(line)
+            match = _STEP.match(line)
+            if match and int(match[1]) > last:
+                removed += 1
+            elif ranges[-1][1] == position:
+                ranges[-1] = (ranges[-1][0], end)
+            else:
+                ranges.append((position, end))
+            position = end
+    return ranges, removed
+
+
+def _copy(source: Any, target: Any, amount: int) -> None:
+    while amount > 0:
+        block = source.read(min(amount, _BLOCK))
+        if not block:
+            raise OSError(errno.EIO, "The file has become shorter meanwhile")
+        target.write(block)
+        amount -= len(block)
 
 
 def _repair(path: pathlib.Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, SupportsInt
 import numpy as np
 
 from embodied.logger.output import Summary
+from embodied.logger.terminal import TerminalOutput
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Logger:
     Args:
       step: a counter, or anything that `int()` takes; read whenever metrics are added.
       outputs: callables that take a sequence of `Summary`, such as `Output`. Those
-        that have `close` get that call too.
+        that have `rewind` and `close` get these calls, too.
       multiplier: environment steps per agent step, by which `step` is multiplied.
     """
 
@@ -41,6 +42,9 @@ class Logger:
     ):
         self.step = step
         self.multiplier = multiplier
+        outputs = list(outputs)
+        # Whether a person sees the progress of the run through it.
+        self.has_terminal = any(isinstance(x, TerminalOutput) for x in outputs)
         self._outputs = [_Guarded(output) for output in outputs]
         self._pending: list[Summary] = []
         self._pending_lock = threading.Lock()
@@ -79,6 +83,16 @@ class Logger:
                 for output in self._outputs:
                     output.write(summaries)
 
+    def rewind(self) -> None:
+        """Takes back what outputs show of steps after the present one.
+
+        Call it before the first metric, when the step is that of the checkpoint which
+        the run continues from: all files show one rising timeline then.
+        """
+        with self._write_lock:
+            for output in self._outputs:
+                output.rewind(int(self.step) * self.multiplier)
+
     def close(self) -> None:
         """Writes, and closes all outputs. May be called more than once."""
         self.write()
@@ -109,6 +123,13 @@ class _Guarded:
             self._report("write", error)
         else:
             self._recover()
+
+    def rewind(self, step: int) -> None:
+        try:
+            if hasattr(self._output, "rewind"):
+                self._output.rewind(step)
+        except Exception as error:
+            self._report("rewind", error)
 
     def close(self) -> None:
         try:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import collections
 import io
+import logging
+import pathlib
 import re
+import shutil
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+
+FFMPEG_SECONDS = 300  # For one video.
+
+logger = logging.getLogger("embodied.logger")
 
 # The step, the metric's name, and its value: a string, or an array that is a scalar
 # [], a vector [N], an image [H, W] or [H, W, C] uint8, or a video [T, H, W, C] uint8.
@@ -43,6 +52,13 @@ class Output:
     def __call__(self, summaries: Sequence[Summary]) -> None:
         """Writes the summaries whose name matches the pattern."""
         raise NotImplementedError(f"{type(self).__name__}.__call__")
+
+    def rewind(self, step: int) -> None:
+        """Takes back what it has shown of later steps, before anything is written.
+
+        A run that is continued from a checkpoint makes these steps again. Outputs that
+        cannot forget show both.
+        """
 
     def close(self) -> None:
         """Writes the rest and frees resources. May be called more than once."""
@@ -263,6 +279,62 @@ def encode_gif(video: np.ndarray, fps: float) -> bytes:
         loop=0,
     )
     return buffer.getvalue()
+
+
+def encode_video(video: np.ndarray, fps: float) -> tuple[str, bytes]:
+    """Encodes a video as MP4 where there is ffmpeg, else as GIF.
+
+    Args:
+      video: [T, H, W, C] uint8, with 1 or 3 channels.
+      fps: frames per second.
+
+    Returns:
+      The ending of its file name, `mp4` or `gif`, and the contents.
+    """
+    program = find_ffmpeg()
+    if program is not None:
+        try:
+            return "mp4", _encode_mp4(program, video, fps)
+        except (OSError, subprocess.SubprocessError) as error:
+            # One without the usual encoder, for example.
+            logger.warning("ffmpeg wrote no video (%s), so it becomes a GIF.", error)
+    return "gif", encode_gif(video, fps)
+
+
+def find_ffmpeg() -> str | None:
+    """Returns the path of ffmpeg: installed, or with the package imageio-ffmpeg."""
+    found = shutil.which("ffmpeg")
+    if found is None:
+        try:
+            import imageio_ffmpeg
+
+            found = imageio_ffmpeg.get_ffmpeg_exe()
+        except (ImportError, RuntimeError):
+            return None
+    return found
+
+
+def _encode_mp4(program: str, video: np.ndarray, fps: float) -> bytes:
+    frames = np.repeat(video, 3, -1) if video.shape[-1] == 1 else video
+    height, width = frames.shape[1:3]
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "video.mp4")  # MP4 needs a file it can seek in.
+        command = [
+            *(program, "-loglevel", "error", "-y", "-f", "rawvideo"),
+            *("-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps)),
+            # Players want this format, which has even sides.
+            *("-i", "-", "-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2"),
+            *("-c:v", "libx264", "-pix_fmt", "yuv420p", "-movflags", "+faststart"),
+            str(path),
+        ]
+        subprocess.run(
+            command,
+            input=np.ascontiguousarray(frames).tobytes(),
+            check=True,
+            capture_output=True,
+            timeout=FFMPEG_SECONDS,
+        )
+        return path.read_bytes()
 
 
 def _without_single_channel(array: np.ndarray, ndim: int) -> np.ndarray:

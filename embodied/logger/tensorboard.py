@@ -38,6 +38,11 @@ class TensorBoardOutput(AsyncOutput):
         self._logdir = pathlib.Path(str(logdir))
         self._fps = fps
         self._writer: Any = None
+        self._last_step: int | None = None  # That files of before are to show.
+
+    def rewind(self, step: int) -> None:
+        """Has TensorBoard hide what other files show of later steps."""
+        self._last_step = step
 
     @staticmethod
     def available() -> bool:
@@ -62,12 +67,18 @@ class TensorBoardOutput(AsyncOutput):
 
     def _open(self) -> Any:
         from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         if self._writer is None:
             self._logdir.mkdir(parents=True, exist_ok=True)
             # The writer's own file names differ by the second only, and it truncates.
             suffix = f".{os.urandom(4).hex()}"
             self._writer = EventsWriter(str(self._logdir / "events"), suffix)
+            if self._last_step is not None:
+                start = SessionLog(status=SessionLog.START)
+                event = Event(step=self._last_step + 1, session_log=start)
+                event.wall_time = time.time()
+                self._writer.write_event(event)
         return self._writer
 
     def _summary(self, name: str, value: str | np.ndarray) -> Any:

@@ -1,235 +1,247 @@
-"""Shows metrics on the terminal; in the process that logs."""
+"""Shows progress on the terminal; in the process that logs."""
 
 from __future__ import annotations
 
 import atexit
 import collections
-import dataclasses
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from embodied.logger.output import Output, Summary, compile_pattern
 
-SCORE = "episode/score"
-LOSS = "train/opt/loss"
+WIDTH = 100  # Characters of a line at most.
+BAR = 10  # Characters of the bar.
+PAUSE = 10.0  # Seconds without steps that a rate does not count.
+BOTTLENECK = "parallel/bottleneck"  # A text: who, a colon, and why; or a phase.
+# Names that lines show for metrics, the most important first.
+SHORT = {
+    "episode/score": "score",
+    BOTTLENECK: "bottleneck",
+    "eval_episode/score": "eval score",
+    "episode/length": "length",
+    "train/opt/loss": "loss",
+    "parallel/updates_per_second": "updates/s",
+}
 
 
 class TerminalOutput(Output):
-    """Shows a live status on a terminal, and prints a line per write elsewhere.
+    """Keeps one line up to date on a terminal, and prints one per write elsewhere.
 
-    The status has the step, steps per second, last score, last loss and time left,
-    and the last values of the selected metrics. While it is shown, output of this
-    process appears above it; that of other processes on the same terminal does not,
-    and may be drawn over: pass `live=False` where there is some.
+    The line has the step, steps per second and the time left, the bottleneck of a
+    parallel run, and the last values of the selected metrics as far as there is room.
+    On a terminal there is a bar before it, and it is drawn again every second. Output
+    of this process appears above it; another process has to erase the line first.
 
-    The display is refreshed by a thread of its own, which only ever sees immutable
-    `_Status` objects; everything else belongs to the caller's thread.
+    Threads: `_lock` guards the values, which the thread that draws reads.
 
     Args:
       pattern: regular expression that is searched for in a metric's name.
-      name: the run's name, shown with every status or line.
-      total_steps: logged step (environment steps) at which the run ends, for the
-        time left.
-      limit: the most metrics shown in a status or a line.
+      total_steps: logged step (environment steps) at which the run ends, if it does.
+      total_seconds: time after which the run ends, if it does.
       stream: where to write. Default: `sys.stdout`.
-      live: whether to show the status. Default: if the stream is a terminal.
+      live: whether to draw. Default: if the stream is a terminal.
       clock: returns seconds.
+      step: returns the logged step between writes.
     """
 
     def __init__(
         self,
         pattern: str = ".*",
-        name: str = "",
+        *,
         total_steps: float | None = None,
-        limit: int = 30,
+        total_seconds: float | None = None,
         stream: TextIO | None = None,
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
+        step: Callable[[], int] | None = None,
     ):
         super().__init__()
         self._search = compile_pattern(pattern).search
-        self._name = name
-        self._total_steps = total_steps
-        self._limit = limit
+        self._progress = _Progress(total_steps, total_seconds, clock)
         self._stream = stream or sys.stdout
-        self._use_live = _is_terminal(self._stream) if live is None else live
         self._clock = clock
-        self._rate = _Rate()
-        self._latest: dict[str, float] = {}
-        self._score: float | None = None
-        self._loss: float | None = None
+        self._step = step
+        self._lock = threading.Lock()
+        self._latest: dict[str, str] = {}
         self._live: Any = None
+        self._console: Any = None
+        if _is_terminal(self._stream) if live is None else live:
+            self._draw()
 
     def selected(self, summaries: Sequence[Summary]) -> list[Summary]:
         """Returns the summaries in whose name the pattern is found."""
-        return [item for item in summaries if self._search(item[1])]
+        return [
+            item for item in summaries if self._search(item[1]) or item[1] == BOTTLENECK
+        ]
 
     def __call__(self, summaries: Sequence[Summary]) -> None:
-        """Updates the status or prints a line."""
+        """Draws or prints a line."""
         if not summaries:
             return
-        now = self._clock()
-        step = max(step for step, _, _ in summaries)
-        self._rate.add(now, step)
-        for _, name, value in summaries:
-            if not isinstance(value, str) and value.ndim == 0:
-                self._score = float(value) if name == SCORE else self._score
-                self._loss = float(value) if name == LOSS else self._loss
-        current = _scalars(self.selected(summaries))
-        if self._use_live:
-            self._latest.update(current)
-            self._show(self._status(now, step, self._latest))
+        with self._lock:
+            self._progress.add(max(step for step, _, _ in summaries))
+            if self._live is None:
+                self._latest.clear()
+            self._latest.update(_shown(self.selected(summaries)))
+        if self._live is None:
+            print(self.line(), file=self._stream, flush=True)
         else:
-            status = self._status(now, step, current)
-            print(status.line(), file=self._stream, flush=True)
+            self._live.refresh()
 
     def close(self) -> None:
-        """Leaves the last status on the terminal and restores its cursor."""
+        """Leaves the last line on the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
             atexit.unregister(self.close)
 
-    def _status(self, now: float, step: int, metrics: dict[str, float]) -> _Status:
-        fps = self._rate.per_second()
-        left = None
-        if self._total_steps is not None and fps:
-            left = max(0.0, (self._total_steps - step) / fps)
-        shown = tuple(sorted(metrics.items())[: self._limit])
-        return _Status(
-            name=self._name,
-            step=step,
-            total_steps=self._total_steps,
-            fps=fps,
-            score=self._score,
-            loss=self._loss,
-            left=left,
-            metrics=shown,
-            hidden=len(metrics) - len(shown),
-            time=now,
-            clock=self._clock,
-        )
-
-    def _show(self, status: _Status) -> None:
-        if self._live is None:
-            from rich.console import Console
-            from rich.live import Live
-
-            console = Console(file=self._stream, force_terminal=True)
-            live = Live(status, console=console, refresh_per_second=1)
-            live.start()
-            self._live = live
-            # A hidden cursor must not outlive a process that fails to close us.
-            atexit.register(self.close)
-        self._live.update(status, refresh=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Status:
-    """Content of the display, rendered as a table by rich, or as a line."""
-
-    name: str
-    step: int
-    total_steps: float | None
-    fps: float | None
-    score: float | None
-    loss: float | None
-    left: float | None  # Seconds, at `time`.
-    metrics: tuple[tuple[str, float], ...]
-    hidden: int
-    time: float
-    clock: Callable[[], float]
-
-    def line(self) -> str:
-        parts = [f"step {self.step}"]
-        if self.fps is not None:
-            parts.append(f"{self.fps:.4g} steps/s")
-        if self.left is not None:
-            parts.append(f"{_duration(self.left)} left")
-        parts += [f"{name} {value:.4g}" for name, value in self.metrics]
-        if self.hidden:
-            parts.append(f"{self.hidden} more")
-        prefix = f"[{self.name}] " if self.name else ""
-        return prefix + " | ".join(parts)
+    def line(self, width: int = WIDTH) -> str:
+        """Returns the line as it is now, of at most so many characters."""
+        with self._lock:
+            fields = [*self._progress.fields(), *self._metrics()]
+        line, hidden = "", 0
+        for field in fields:
+            longer = f"{line} | {field}" if line else field
+            if len(longer) > width:
+                hidden += 1
+            else:
+                line = longer
+        more = f" | {hidden} more"
+        return line + more if hidden and len(line + more) <= width else line
 
     def __rich__(self) -> Any:
-        from rich.console import Group
-        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        age = max(0.0, self.clock() - self.time)
-        head = Table.grid(padding=(0, 3))
-        head.add_row(*(Text(label, style="dim") for label in self._head(age)))
-        head.add_row(*(Text(value, style="bold") for value in self._head(age).values()))
-        table = Table.grid(padding=(0, 3))
-        entries = [Text.assemble((n, "cyan"), f" {v:.4g}") for n, v in self.metrics]
-        columns = 2 if len(entries) > 1 else 1
-        for start in range(0, len(entries), columns):
-            table.add_row(*entries[start : start + columns])
-        footer = f"updated {_duration(age)} ago"
-        if self.hidden:
-            footer += f", {self.hidden} more metrics"
-        parts = [head, Text(""), table] if entries else [head]
-        title = Text(self.name) if self.name else None
-        return Panel(Group(*parts), title=title, subtitle=footer, expand=False)
+        with self._lock:
+            # From the first step on, since a rate before it would mean nothing.
+            if self._step is not None and (step := self._step()):
+                self._progress.add(step)
+            share = self._progress.share
+        width = min(WIDTH, self._console.width)
+        if share is None:
+            return Text(self.line(width - 1), no_wrap=True, overflow="crop")
+        grid = Table.grid(padding=(0, 1))
+        text = self.line(width - BAR - 2)
+        bar = ProgressBar(total=1.0, completed=share, width=BAR)
+        grid.add_row(bar, Text(text, no_wrap=True, overflow="crop"))
+        return grid
 
-    def _head(self, age: float) -> dict[str, str]:
-        step = f"{self.step:,}"
-        if self.total_steps:
-            share = min(1.0, self.step / self.total_steps)
-            step += f" of {self.total_steps:,.0f} ({share:.1%})"
-        left = None if self.left is None else max(0.0, self.left - age)
-        return {
-            "step": step,
-            "steps/s": _number(self.fps),
-            "score": _number(self.score),
-            "loss": _number(self.loss),
-            "time left": "–" if left is None else _duration(left),
-        }
+    def _metrics(self) -> list[str]:
+        ordered = [name for name in SHORT if name in self._latest]
+        ordered += sorted(set(self._latest) - set(SHORT))
+        return [self._latest[name] for name in ordered]
+
+    def _draw(self) -> None:
+        """Draws the line from now on, in a thread."""
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(file=self._stream, force_terminal=True)
+        self._live = Live(
+            console=self._console, refresh_per_second=1, get_renderable=lambda: self
+        )
+        self._live.start()
+        # Visible, since a process that is killed could not bring it back.
+        self._console.show_cursor(True)
+        atexit.register(self.close)
 
 
-class _Rate:
-    """Steps per second over the last few writes."""
+class _Progress:
+    """Step, rate and time left of a run. Belongs to one thread at a time."""
 
-    def __init__(self, window: int = 10):
+    def __init__(
+        self,
+        total_steps: float | None,
+        total_seconds: float | None,
+        clock: Callable[[], float],
+    ):
+        self._total_steps = total_steps
+        self._total_seconds = total_seconds
+        self._clock = clock
+        self._began = clock()
+        self._step = 0
+        self._moved = self._began  # When the step has changed last.
         self._points: collections.deque[tuple[float, int]] = collections.deque(
-            maxlen=window
+            maxlen=30
         )
 
-    def add(self, now: float, step: int) -> None:
-        if self._points and step < self._points[-1][1]:
-            self._points.clear()  # The run went back to a checkpoint.
+    def add(self, step: int) -> None:
+        """Notes the present step."""
+        now = self._clock()
+        if step != self._step:
+            # It went back to a checkpoint, or on after something was compiled.
+            seen = self._points[-1][0] if self._points else now
+            if step < self._step or seen - self._moved > PAUSE:
+                self._points.clear()
+            self._moved = now
+        self._step = step
         self._points.append((now, step))
 
-    def per_second(self) -> float | None:
+    @property
+    def share(self) -> float | None:
+        """The part of the run that is over; None without an end."""
+        shares = []
+        if self._total_steps:
+            shares.append(self._step / self._total_steps)
+        if self._total_seconds:
+            shares.append((self._clock() - self._began) / self._total_seconds)
+        return min(1.0, max(shares)) if shares else None
+
+    def fields(self) -> list[str]:
+        """Returns step, rate and time left as texts."""
+        step = f"step {self._step:,}"
+        if self._total_steps:
+            share = min(1.0, self._step / self._total_steps)
+            step += f"/{self._total_steps:,.0f} ({share:.0%})"
+        fields = [step]
+        rate = self._rate()
+        if rate:
+            fields.append(f"{rate:.4g} steps/s")
+        left = self._left(rate)
+        if left is not None:
+            fields.append(f"{_duration(left)} left")
+        return fields
+
+    def _rate(self) -> float | None:
+        """Returns the steps per second over the last few writes or drawings."""
         if len(self._points) < 2:
             return None
         (start, first), (end, last) = self._points[0], self._points[-1]
         return (last - first) / (end - start) if end > start else None
 
+    def _left(self, rate: float | None) -> float | None:
+        ends = []
+        if self._total_steps and rate:
+            ends.append((self._total_steps - self._step) / rate)
+        if self._total_seconds:
+            ends.append(self._total_seconds - (self._clock() - self._began))
+        return max(0.0, min(ends)) if ends else None
 
-def _scalars(summaries: Sequence[Summary]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for _, name, value in summaries
-        if not isinstance(value, str) and value.ndim == 0
-    }
 
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+def _shown(summaries: Sequence[Summary]) -> dict[str, str]:
+    """Returns the texts to show for scalars and for the bottleneck, by name."""
+    shown = {}
+    for _, name, value in summaries:
+        label = SHORT.get(name, name)
+        if name == BOTTLENECK:
+            role, colon, _ = str(value).partition(":")
+            shown[name] = f"{label} {role}" if colon else role
+        elif not isinstance(value, str) and value.ndim == 0:
+            shown[name] = f"{label} {float(value):.4g}"
+    return shown
 
 
 def _duration(seconds: float) -> str:
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
-    clock = f"{hour}:{minute:02}:{second:02}"
-    return f"{days}d {clock}" if days else clock
+    return f"{days}d {hour}h" if days else f"{hour}:{minute:02}:{second:02}"
 
 
 def _is_terminal(stream: TextIO) -> bool:

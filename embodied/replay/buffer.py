@@ -19,6 +19,7 @@ reserves rows, writes them, and publishes them: between the two nobody else know
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import operator
 import os
@@ -79,7 +80,8 @@ class Replay:
       name: for messages.
       seed: of the default selector.
       context: steps at the start of a sequence whose latents are sampled. With 0,
-        latents are not stored.
+        latents are not stored. Loops fill in `args.replay_context` for None; see
+        `use_context`.
       bytes: memory to use, or 'auto' for a share of what is available, to which the
         capacity shrinks. A number that does not hold the capacity is an error.
       compress: 'zstd' or 'none', for files.
@@ -98,14 +100,15 @@ class Replay:
         name: str = "unnamed",
         seed: int = 0,
         *,
-        context: int = 0,
+        context: int | None = None,
         bytes: float | Literal["auto"] = "auto",
         compress: str = "zstd",
         latent_save_bytes: float = 1e9,
     ):
         self._settings = ReplaySettings(
-            name, length, capacity, bytes, chunksize, context, online
+            name, length, capacity, bytes, chunksize, context or 0, online
         )
+        self._context_open = context is None
         self._selector = Uniform(seed) if selector is None else selector
         self._save_wait = save_wait
         self._counters = Counters()
@@ -118,6 +121,16 @@ class Replay:
         self._writer = ReplayWriter(
             self._folder, self._saving, self._changed, self._latents, latent_save_bytes
         )
+
+    def use_context(self, context: int) -> None:
+        """Sets the context, if the buffer was made without one and is still empty.
+
+        Args:
+          context: steps at the start of a sequence whose latents are sampled.
+        """
+        with self._writing:
+            if self._context_open and self._index is None:
+                self._settings = dataclasses.replace(self._settings, context=context)
 
     def __len__(self) -> int:
         with self._changed:

@@ -105,7 +105,10 @@ def read_list(data: Tree, context: int) -> SavedChunks:
         counters = {name: int(data["counters"].get(name, 0)) for name in COUNTERS}
         if "chunks" not in data:
             return SavedChunks([], None, 0, int(data["save"]), counters)
-        order = unpack_order(data["order"])
+        steps = data["chunks"]["steps"]
+        if not np.all((steps >= 0) & (steps <= int(data["chunksize"]))):
+            raise ValueError(f"expected chunks of at most {data['chunksize']} steps")
+        order = unpack_order(data["order"], int(steps.sum(dtype=np.int64)))
         ages = _ages_of(order, data["chunks"])
         files = _by_chunk(unpack_files(data))
         chunks = _saved_chunks(data["chunks"], ages, files)

@@ -141,15 +141,30 @@ class ChunkFolder:
         record = write_file(self.path, file.name, data, required=False)
         return dataclasses.replace(file, size=record.size, digest=record.digest)
 
-    def read(self, file: ChunkFile) -> tuple[dict[str, np.ndarray], ChunkFile]:
+    def read(
+        self, file: ChunkFile, step_bytes: int
+    ) -> tuple[dict[str, np.ndarray], ChunkFile]:
         """Returns the arrays of a file, and the file with size and digest.
 
+        Args:
+          file: of this folder.
+          step_bytes: that a step takes at most. A file that holds more than its steps
+            can take is refused before there is memory for it.
+
         Raises:
-          CheckpointError: the file is missing, torn or altered; names it.
+          CheckpointError: the file is missing, torn, altered or too large; names it.
         """
         target = self.path / file.name
+        limit = (file.stop - file.start) * step_bytes + _MAX_HEADER
         try:
-            data = target.read_bytes()
+            with target.open("rb") as stored:
+                size = os.fstat(stored.fileno()).st_size
+                if size > limit:
+                    raise CheckpointError(
+                        f"{target} is damaged: expected at most {limit} bytes, got "
+                        f"{size}."
+                    )
+                data = stored.read()
         except OSError as error:
             raise CheckpointError(f"Cannot read {target}: {error.strerror}.") from error
         digest = DIGEST_PREFIX + hashlib.sha256(data).hexdigest()
@@ -159,7 +174,7 @@ class ChunkFolder:
                 f"{file.digest}, got {len(data)} bytes with {digest}."
             )
         try:
-            arrays = decode(data)
+            arrays = decode(data, limit)
         except CheckpointError as error:
             raise CheckpointError(f"{target} is damaged: {error}") from error
         return arrays, dataclasses.replace(file, size=len(data), digest=digest)
@@ -263,10 +278,30 @@ def pack_order(order: np.ndarray) -> np.ndarray:
     return np.frombuffer(data, np.uint8).copy()
 
 
-def unpack_order(packed: np.ndarray) -> np.ndarray:
-    """Returns what `pack_order` was given; ZstdError if it is damaged."""
-    data = zstandard.ZstdDecompressor().decompress(packed.tobytes())
-    return np.frombuffer(data, "<i4")
+def unpack_order(packed: np.ndarray, steps: int) -> np.ndarray:
+    """Returns what `pack_order` was given.
+
+    Args:
+      packed: the compressed bytes.
+      steps: in all chunks; there are no more items.
+
+    Raises:
+      ZstdError, ValueError: it is damaged.
+    """
+    return np.frombuffer(decompress(packed.tobytes(), 4 * steps), "<i4")
+
+
+def decompress(data: bytes, limit: int) -> bytes:
+    """Returns the contents of a zstd frame.
+
+    Raises:
+      ZstdError, ValueError: it is damaged, or has more than `limit` bytes.
+    """
+    # What a frame says of itself is what would be allocated, whatever the limit.
+    size = zstandard.frame_content_size(data)
+    if size > limit:
+        raise ValueError(f"expected at most {limit} bytes, got {size} unpacked")
+    return zstandard.ZstdDecompressor().decompress(data, max_output_size=max(1, limit))
 
 
 def encode(
@@ -282,15 +317,19 @@ def encode(
     return data
 
 
-def decode(data: bytes) -> dict[str, np.ndarray]:
+def decode(data: bytes, limit: int) -> dict[str, np.ndarray]:
     """Returns the arrays of a file's contents.
 
+    Args:
+      data: the contents.
+      limit: bytes that they may have when they are not compressed.
+
     Raises:
-      CheckpointError: they are torn or altered.
+      CheckpointError: they are torn, altered or too large.
     """
     try:
         if data[: len(_FRAME)] == _FRAME:
-            data = zstandard.ZstdDecompressor().decompress(data)
+            data = decompress(data, limit)
         length = int.from_bytes(data[:8], "little")
         metadata = _parse_header(data[8 : 8 + length])
         arrays = safetensors.numpy.load(data)

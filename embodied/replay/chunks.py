@@ -37,6 +37,7 @@ PRIORITY = "priority"
 FLAGS = ("is_first", "is_last")
 ID_BYTES = 16  # Of a chunk.
 STEPID_BYTES = 20  # The chunk's and 4 of the step's index in it, the largest first.
+PRIORITY_BYTES = 4
 
 # Copies are faster in large pages. For keys of a few bytes these would waste too much.
 _HUGE_ROW_BYTES = 16
@@ -102,6 +103,10 @@ class Schema:
     """
 
     def __init__(self, fields: Iterable[Field], context: int):
+        fields = list(fields)
+        # Of a step in files, which may have latents that are not stored here, and
+        # a priority.
+        self.saved_bytes = sum(field.nbytes for field in fields) + PRIORITY_BYTES
         self.fields = {
             field.key: field for field in fields if context or not is_latent(field.key)
         }
@@ -449,7 +454,9 @@ def _check_storable(field: Field) -> None:
         raise ValueError(f"The key {STEPID!r} is added by sampling; rename yours.")
     if field.key in FLAGS and field.shape:
         raise ValueError(f"Expected {field.key} as a scalar, got shape {field.shape}.")
-    plain = field.dtype.isbuiltin == 1 and field.dtype.kind in "biuf"
+    # Not 1 for all of NumPy's own: those that come out of a pickle have 0.
+    plain = field.dtype.isbuiltin != 2 and field.dtype.kind in "biuf"
+    plain = plain and field.dtype.isnative
     if field.dtype.itemsize > 8 or not (plain or field.dtype in _EXTENSIONS):
         raise ValueError(
             f"Expected {field.key} as bool, integer or float of at most 8 bytes in "

@@ -191,13 +191,7 @@ class SamplesPerInsert:
         The number of stored sequences is not part of it: call `available` after the
         replay buffer was loaded.
         """
-        keys = ("ratio", "inserts", "samples")
-        if not isinstance(data, Mapping) or not all(key in data for key in keys):
-            raise ValueError(
-                f"SamplesPerInsert expected saved state with {list(keys)}, got "
-                f"{data!r:.200}."
-            )
-        same = Fraction(*data["ratio"]) == self._ratio
+        same = self._is_same_ratio(data)
         with self._changed:
             self._inserts = int(data["inserts"]) if same else 0
             self._samples = int(data["samples"]) if same else 0
@@ -205,6 +199,23 @@ class SamplesPerInsert:
             self._begun = same and bool(data.get("begun", self._samples > 0))
             self._fresh = False
             self._changed.notify_all()
+
+    def set_samples(self, samples: int) -> None:
+        """Corrects how many sequences were drawn.
+
+        Those that were drawn in vain, as for a learner that was killed, are drawn
+        again.
+        """
+        with self._changed:
+            self._samples = max(0, operator.index(samples))
+            self._changed.notify_all()
+
+    def saved_samples(self, data: Tree) -> int:
+        """Returns how many sequences were drawn when `save` returned `data`.
+
+        For another ratio, counts began anew.
+        """
+        return int(data["samples"]) if self._is_same_ratio(data) else 0
 
     def close(self) -> None:
         """Releases all waiting threads; from now on nothing is let through."""
@@ -217,6 +228,15 @@ class SamplesPerInsert:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _is_same_ratio(self, data: Tree) -> bool:
+        keys = ("ratio", "inserts", "samples")
+        if not isinstance(data, Mapping) or not all(key in data for key in keys):
+            raise ValueError(
+                f"SamplesPerInsert expected saved state with {list(keys)}, got "
+                f"{data!r:.200}."
+            )
+        return Fraction(*data["ratio"]) == self._ratio
 
     def _wait(
         self, side: str, allowed: Callable[[], bool], timeout: float | None

@@ -320,7 +320,7 @@ def _read_file(folder: ChunkFolder, file: ChunkFile, schema: Schema) -> Run | No
     """Returns the contents of a file, or None with a warning."""
     keys = list(schema.fields) if file.kind == STEPS else schema.latents
     try:
-        found, file = folder.read(file)
+        found, file = folder.read(file, schema.saved_bytes)
         for key in keys:
             field, count = schema.fields[key], file.stop - file.start
             if key not in found or found[key].shape != (count, *field.shape):

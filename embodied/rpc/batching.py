@@ -11,95 +11,62 @@ function that is quick are run by the loop thread.
 
 from __future__ import annotations
 
-import itertools
-import operator
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from embodied.rpc import buffers, structures, wire
 from embodied.rpc.buffers import BatchBuffer
-from embodied.rpc.calls import Unanswered
 from embodied.rpc.links import Link
-from embodied.rpc.server import Method, Server
+from embodied.rpc.server import Job, Method, PendingCall, Server
 from embodied.rpc.sessions import ClientSession
+from embodied.rpc.structures import ArrayType, Spec
 
-MAX_ROUTES = 512  # Specs whose check is remembered.
+MAX_ROUTES = 512  # Headers whose check is remembered.
 MAX_SPARE = 4  # Buffers that are kept for each kind of rows.
 MAX_CACHED = 64  # Calls of a client that look different; it has a block for each open.
 QUICK_SECONDS = 1e-3  # The longest run that counts as quick.
 QUICK_RUNS = 8  # So many make it worth while to wake nobody for the next.
-_EVERYTHING = itertools.repeat(slice(None))
-_SET: Any = operator.setitem
 
 
-class BatchedCall(NamedTuple):
-    """One call in a batch: its place, and where its reply goes."""
-
-    session: ClientSession
-    seq: int
-    start: int
-    rows: int  # 0 for an unstacked call, which has one row.
-    reply_memory: Any
-    received: float
-
-
-class RowKind:
+class RowKind(NamedTuple):
     """Rows of one structure, and buffers that earlier batches have left."""
 
-    def __init__(self, structure: tuple, columns: list[structures.Leaf]):
-        self.structure = structure
-        self.columns = columns  # Of one row.
-        self.spare: deque[BatchBuffer] = deque(maxlen=MAX_SPARE)
-        self.held: buffers.Leases = {}  # Of buffers that are in use.
-        # Of the commonest arguments, one dict of arrays, which is quick to build.
-        self.names: tuple[str, ...] | None = None
-        match structure:
-            case ("t", (("d", names, children),)):
-                if all(child[0] == "a" for child in children):
-                    self.names = names
+    columns: Spec  # Of the rows of a whole batch.
+    group: int | None  # Which array has the group, if there are groups.
+    spare: deque[BatchBuffer]
 
 
-class Batch:
+class Batch(Job):
     """Rows of one kind and group, no more than its buffers have room for."""
 
-    def __init__(self, key: tuple[RowKind, Any], buffer: BatchBuffer, deadline: float):
-        self.key = key
+    def __init__(self, method: Method, key: tuple, buffer: BatchBuffer):
+        super().__init__(method, [])
+        self.key = key  # Columns of its kind of rows, and group.
         self.buffer = buffer
-        self.deadline = deadline
+        self.deadline = time.monotonic() + method.batching.timeout
         self.rows = 0
         self.stacked = False  # Whether one of its calls is a stack.
-        self.calls: list[BatchedCall] = []
-        self.ticket: int | None = None
 
-    def add(self, call: BatchedCall, sources: list[memoryview]) -> None:
-        """Copies the rows of a call, given as the bytes of each array."""
-        start = self.rows
-        stop = self.rows = start + (call.rows or 1)
-        # A loop in C: `target[:] = source` for each; none returns anything.
-        targets = self.buffer.targets(start, stop)
-        any(map(_SET, targets, _EVERYTHING, sources))
+    def add(self, call: PendingCall, arrays: list[np.ndarray]) -> None:
+        """Takes in a call, and copies its rows."""
+        self.rows = call.start + (call.rows or 1)
+        self.buffer.put(call.start, self.rows, arrays)
         self.stacked = self.stacked or call.rows > 0
         self.calls.append(call)
 
-    def arguments(self) -> tuple:
-        """The batch as the arguments of its function, arrays [rows, ...]."""
-        arrays = self.buffer.arrays(self.rows)
-        kind = self.key[0]
-        if kind.names is not None:
-            return (dict(zip(kind.names, arrays)),)
-        return structures.unflatten(kind.structure, arrays, ())
-
-    def forget(self) -> None:
-        """Leaves its calls without an answer, since the server ends."""
-        for call in self.calls:
-            call.session.forget(call.seq)
+    def arguments(self) -> list:
+        """Returns the arguments of the function, arrays [rows, ...]."""
+        return self.buffer.build(self.rows)
 
 
 class Batching:
-    """How one method's calls are batched, and the batches that are being filled.
+    """The rules by which a method is batched, and the batches that are being filled.
 
     Args:
       size: rows that make a batch ready.
@@ -118,12 +85,12 @@ class Batching:
         self.group = group
         self.idle = workers
         self._quick = 0  # Rises with every run that was quick, and falls faster.
-        self.filling: dict[tuple[RowKind, Any], Batch] = {}
+        self.filling: dict[tuple[Spec, Any], Batch] = {}
         self.full: list[Batch] = []
-        self._routes: dict[tuple[structures.Spec, int], RowKind] = {}
-        self._kinds: dict[tuple, RowKind] = {}
+        self._routes: dict[tuple[Spec, int], RowKind] = {}
+        self._kinds: dict[bytes, RowKind] = {}
 
-    def route(self, spec: structures.Spec, rows: int) -> RowKind:
+    def route(self, spec: Spec, rows: int) -> RowKind:
         """Returns what kind of rows a call has. The loop thread, without the lock.
 
         Raises:
@@ -136,30 +103,28 @@ class Batching:
                 # A batch that is being filled keeps its kind, and goes out in time.
                 self._routes.clear()
                 self._kinds.clear()
-            structure = structures.row_structure(spec, rows)
-            kind = self._kinds.get(structure)
+            columns = reshape(spec, lambda row: (self.limit, *row), rows > 0)
+            encoded, _ = structures.flatten("", columns)
+            kind = self._kinds.get(encoded)
             if kind is None:
-                kind = RowKind(structure, structures.Spec("", structure, b"").leaves)
-                self._kinds[structure] = kind
+                group = self._find_group(spec.tree)
+                kind = RowKind(Spec(encoded), group, deque(maxlen=MAX_SPARE))
+                self._kinds[encoded] = kind
             self._routes[spec, rows] = kind
         return kind
 
-    def batch(self, kind: RowKind, group: Any, rows: int) -> Batch:
+    def batch(self, method: Method, kind: RowKind, group: Any, rows: int) -> Batch:
         """Returns the batch that takes in so many more rows."""
-        key = (kind, group)
+        key = (kind.columns, group)
         batch = self.filling.get(key)
         if batch is not None:
             if batch.rows + rows <= self.limit:
                 return batch
             self.full.append(self.filling.pop(key))
         # Memory that was used before saves page faults.
-        buffer = (
-            kind.spare.pop()
-            if kind.spare
-            else BatchBuffer(kind.columns, self.limit, kind.spare, kind.held)
-        )
-        batch = Batch(key, buffer, time.monotonic() + self.timeout)
-        self.filling[key] = batch
+        spare = kind.spare
+        buffer = spare.pop() if spare else BatchBuffer(kind.columns, spare)
+        batch = self.filling[key] = Batch(method, key, buffer)
         return batch
 
     def next(self, slots: Callable[[Any], int]) -> Batch | None:
@@ -188,18 +153,20 @@ class Batching:
 
     @property
     def quick(self) -> bool:
-        """Whether to wake another thread takes longer than to run a batch."""
+        """True if to wake another thread takes longer than to run a batch."""
         return self._quick >= QUICK_RUNS
 
-    def due(self, now: float) -> float | None:
-        """When the next batch has waited long enough.
+    def due(self, now: float) -> float:
+        """Returns when the next batch has waited long enough.
 
         One that has already, and is still here, goes to the next worker that is done.
         """
         deadlines = [batch.deadline for batch in self.filling.values()]
-        return min((x for x in deadlines if x > now), default=None)
+        return min((x for x in deadlines if x > now), default=math.inf)
 
-    def _check(self, spec: structures.Spec, rows: int) -> None:
+    def _check(self, spec: Spec, rows: int) -> None:
+        if spec.plain:
+            raise wire.WireError("only arrays can be batched, not plain values")
         if rows > self.limit:
             raise wire.WireError(
                 f"a stack of {rows} rows is larger than a batch of {self.limit}"
@@ -210,16 +177,24 @@ class Batching:
                     f"an array of shape {leaf.shape} is not a stack of {rows} rows"
                 )
 
+    def _find_group(self, arguments: Any) -> int | None:
+        """Returns which array of a call's dict has the group."""
+        match arguments:
+            case _ if self.group is None:
+                return None
+            case [dict() as data] if self.group in data:
+                if all(type(node) is ArrayType for node in data.values()):
+                    return list(data).index(self.group)
+        raise wire.WireError(f"expected one dict of arrays with the key '{self.group}'")
+
 
 class CachedCall(NamedTuple):
     """Cached routing of a call, for the next ones that look alike."""
 
     method: Method
-    message: wire.Message
     kind: RowKind
-    sources: list[memoryview]
-    source: Any  # Where the arrays lie, and from which byte on.
-    start: int
+    rows: int
+    arrays: list[np.ndarray]
     reply_memory: Any
 
 
@@ -237,6 +212,7 @@ class BatchServer(Server):
         self._batched: list[Method] = []
         self._batch_lock = threading.Lock()  # Guards all Batching objects.
         self._fill: list[float] = [0, 0]  # Batches and rows since the last stats.
+        self._row_specs: dict[tuple[Spec, int], Spec] = {}
 
     def bind(  # type: ignore[override]
         self,
@@ -267,7 +243,7 @@ class BatchServer(Server):
         workers = workers or 1
         pool = self._own_pool(name, workers)
         batching = Batching(batch, limit or batch, timeout, group, workers)
-        method = Method(name, workfn, postfn, pool, schema, batching, set())
+        method = Method(name, workfn, postfn, pool, schema, batching)
         self._add(method)
         self._batched.append(method)
 
@@ -294,36 +270,28 @@ class BatchServer(Server):
         if method.batching is None:
             super()._accept(session, message, method)
             return
-        batching: Batching = method.batching
-        spec, rows = message.spec, message.rows
-        if message.values:
-            raise wire.WireError("only arrays can be batched, not plain values")
-        kind = batching.route(spec, rows)
-        mapping, reply_memory = self._memory(session, message)
-        if mapping is None:
-            source, start = message.frame, message.start
-            sources = structures.payload_slices(spec, source, start)
-        else:
-            source, start = mapping.pages, 0
-            sources = mapping.slices(spec)
-        call = CachedCall(method, message, kind, sources, source, start, reply_memory)
+        kind = method.batching.route(message.spec, message.rows)
+        source, start, reply_memory = self._memory(session, message)
+        arrays = structures.payload_arrays(message.spec, source, start)
+        call = CachedCall(method, kind, message.rows, arrays, reply_memory)
         self._take_in(session, message.seq, call)
-        if message.flags == wire.BULK | wire.PLACES and session.link is not None:
+        if message.flags & wire.IN_MEMORY and not message.open:
+            assert session.link is not None
             cached = session.link.cached
             if len(cached) >= MAX_CACHED:
                 cached.clear()
-            cached[wire.without_seq(message.frame)] = call
+            cached[wire.around_seq(message.frame)] = call
 
     def _receive(self, link: Link, frame: Any) -> None:
         # Calls of one client mostly differ in their number and in what lies in the
         # shared memory. What was found out about the bytes of one holds for the next.
-        call = link.cached.get(wire.without_seq(frame)) if link.cached else None
+        call = link.cached.get(wire.around_seq(frame)) if link.cached else None
         session = link.session
         if call is None or session.away or session.link is not link:
             super()._receive(link, frame)
             return
         session.heard = time.monotonic()
-        self._statistics.counts.received_bytes += len(frame)
+        self._statistics.counts["received_bytes"] += len(frame)
         seq = wire.seq_of(frame)
         try:
             if self._begin(session, seq, ()):
@@ -335,40 +303,40 @@ class BatchServer(Server):
 
     def _take_in(self, session: ClientSession, seq: int, call: CachedCall) -> None:
         """Adds a call to a batch."""
-        batching: Batching = call.method.batching
-        group, rows = None, call.message.rows
-        if batching.group is not None:
-            group = structures.read_group(
-                batching.group, call.message.spec, call.source, call.start
-            )
+        method, kind, rows, arrays, reply_memory = call
+        group, now = None, time.perf_counter()
+        if kind.group is not None:
+            values = arrays[kind.group].reshape(-1).tolist()
+            if not values or values.count(values[0]) != len(values):
+                text = f"the rows of a stack differ in '{method.batching.group}'"
+                raise wire.WireError(text)
+            group = values[0]
         with self._batch_lock:
-            batch = batching.batch(call.kind, group, rows or 1)
-            row = BatchedCall(
-                session, seq, batch.rows, rows, call.reply_memory, time.perf_counter()
+            batch = method.batching.batch(method, kind, group, rows or 1)
+            batch.add(
+                PendingCall(session, seq, now, reply_memory, batch.rows, rows), arrays
             )
-            batch.add(row, call.sources)
 
     def _after_receive(self) -> None:
-        while (job := self._next_own()) is not None:
-            if not self._loop.run(self._run_own, job):
+        while (batch := self._next_own()) is not None:
+            if not self._loop.run(self._run_own, batch):
                 with self._batch_lock:
-                    self._dispatch(job[0])
+                    self._dispatch(batch.method)
                 return
 
-    def _next_own(self) -> tuple[Method, Batch] | None:
+    def _next_own(self) -> Batch | None:
         """Gives ready batches to workers, and returns one for the loop thread."""
         with self._batch_lock:
             for method in self._batched:
-                own = self._dispatch(method, leads=True)
-                if own is not None:
-                    return method, own
+                if (own := self._dispatch(method, leads=True)) is not None:
+                    return own
         return None
 
-    def _due(self) -> float | None:
+    def _due(self) -> float:
         now = time.monotonic()
         with self._batch_lock:
             due = [method.batching.due(now) for method in self._batched]
-        return min((x for x in due if x is not None), default=None)
+        return min(due, default=math.inf)
 
     # Any thread that holds the lock.
 
@@ -387,93 +355,86 @@ class BatchServer(Server):
                 batch.ticket = self._post.ticket()
             if leads and batching.quick:
                 return batch
-            method.pool.put((method, batch))
+            method.pool.put(batch)
         return None
 
     # Worker threads, and the loop thread.
 
-    def _work(self, job: Any) -> None:
-        if len(job) != 2:
+    def _work(self, job: Job) -> None:
+        if not isinstance(job, Batch):
             super()._work(job)
             return
         try:
             self._run_batch(job)
         finally:
             with self._batch_lock:
-                self._dispatch(job[0])
+                self._dispatch(job.method)
 
-    def _run_own(self, job: tuple[Method, Batch]) -> None:
+    def _run_own(self, batch: Batch) -> None:
         try:
-            self._run_batch(job)
+            self._run_batch(batch)
         except Exception:
             self._internal_error()  # The loop has others to serve.
 
-    def _run_batch(self, job: tuple[Method, Batch]) -> None:
-        method, batch = job
+    def _run_batch(self, batch: Batch) -> None:
         started = time.perf_counter()
-        after = info = None
         try:
-            after, info = self._work_batch(method, batch)
+            super()._work(batch)
         finally:
-            # Whatever happened: the next batch, and what comes after replies, waits.
-            if batch.ticket is not None:
-                self._post.put(batch.ticket, after, info)
             with self._batch_lock:
-                method.batching.end(time.perf_counter() - started)
+                batch.method.batching.end(time.perf_counter() - started)
+                self._fill[0] += 1
+                self._fill[1] += batch.rows
 
-    def _work_batch(self, method: Method, batch: Batch) -> tuple[Any, Any]:
-        after = info = None
-        if self._closing.is_set():
-            batch.forget()
-            return None, None
-        try:
-            result = method.workfn(*batch.arguments())
-            if method.postfn:
-                result, info = result
-            frames = self._split(method, result, batch)
-            after = method.postfn
-        except Unanswered:
-            batch.forget()
-            return None, None
-        except Exception as error:
-            # It belongs to the callers of this batch, and to nobody else.
-            frames = [
-                self._outbox.exception(call.seq, method.name, error)
-                for call in batch.calls
-            ]
-        for call, frame in zip(batch.calls, frames):
-            self._outbox.finish(call.session, call.seq, frame)
-        now = time.perf_counter()
-        self._statistics.latencies.extend(now - call.received for call in batch.calls)
-        self._fill[0] += 1
-        self._fill[1] += batch.rows
-        return after, info
-
-    def _split(self, method: Method, result: Any, batch: Batch) -> list[bytes]:
-        """Encodes the rows of each call's reply."""
-        whole, arrays, values = self._codec.result(method.name, result)
-        if values:
+    def _encode(self, job: Job, result: Any) -> list[bytes]:
+        """Returns the rows of each call."""
+        if not isinstance(job, Batch):
+            return super()._encode(job, result)
+        whole, arrays = self._codec.flatten("", [result])
+        if whole.plain:
             raise TypeError("A batched function must return arrays, not plain values.")
         for array in arrays:
-            if not array.shape or array.shape[0] != batch.rows:
+            if not array.shape or array.shape[0] != job.rows:
                 raise ValueError(
                     f"A batched function returned an array of shape {array.shape} for "
-                    f"a batch of {batch.rows} rows."
+                    f"a batch of {job.rows} rows."
                 )
-        row = structures.row_structure(whole, batch.rows)
-        specs = {0: self._codec.spec("", row)}
-        single = specs[0]
+        single = self._spec_of_rows(whole, 0)
         small = single.nbytes < buffers.THRESHOLD <= self._codec.max_bytes
-        if small and not batch.stacked:
-            places = [(call.seq, call.start) for call in batch.calls]
+        if small and not job.stacked:
+            places = [(call.seq, call.start) for call in job.calls]
             return wire.row_frames(wire.REPLY, single, arrays, places)
         frames = []
-        for _, seq, start, rows, reply_memory, _ in batch.calls:
-            spec = specs.get(rows)
-            if spec is None:
-                spec = self._codec.spec("", structures.stack_structure(row, rows))
-                specs[rows] = spec
-            stop = start + rows
-            chosen = [x[start:stop] if rows else x[start] for x in arrays]
-            frames.append(self._outbox.reply(seq, spec, (), chosen, reply_memory))
+        for call in job.calls:
+            stop = call.start + call.rows
+            rows = slice(call.start, stop) if call.rows else call.start
+            spec, chosen = (
+                self._spec_of_rows(whole, call.rows),
+                [x[rows] for x in arrays],
+            )
+            frames.append(self._outbox.reply(call.seq, spec, chosen, call.reply_memory))
         return frames
+
+    def _spec_of_rows(self, whole: Spec, rows: int) -> Spec:
+        """Returns the header of some rows of a result; without a stack for 0."""
+        spec = self._row_specs.get((whole, rows))
+        if spec is None:
+            stack = (rows,) if rows else ()
+            tree = reshape(whole, lambda row: (*stack, *row), stacked=True)
+            spec = self._codec.find(structures.flatten("", tree)[0])
+            wire.keep(self._row_specs, (whole, rows), spec)
+        return spec
+
+
+def reshape(spec: Spec, function: Callable[[tuple], tuple], stacked: bool) -> Any:
+    """Returns data with other shapes, made of the shape of one row.
+
+    Args:
+      spec: header of the data.
+      function: returns the new shape of an array.
+      stacked: whether the arrays are stacks of rows, or one row.
+    """
+    return structures.map_arrays(
+        lambda array: ArrayType(array.dtype, function(array.shape[stacked:])),
+        spec.tree,
+    )

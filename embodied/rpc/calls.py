@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,10 +64,15 @@ class Receiver(Protocol):
 
 
 class Future:
-    """The result of a call, or its error.
+    """A call: its result or its error, and what is needed to send it again.
 
     `result` gives the same answer however often and from however many threads it is
-    asked. The client's receiving thread completes it, once.
+    asked. The thread that receives the answer completes it, once.
+
+    Args:
+      method: of the server.
+      addr: of the server.
+      receiver: the client.
     """
 
     # Guards the change of state and the two below, of all futures: it is held for a
@@ -76,15 +80,21 @@ class Future:
     _lock = threading.Lock()
     _event: threading.Event | None = None
     _callbacks: tuple[Callable[[Future], None], ...] = ()
-    state = PENDING  # For the client, which looks at it often.
+    state = PENDING  # For the client, which looks at it often, as are the next.
+    frame: bytes = b""
+    sent = False  # Whether a server may have got it.
+    request: Block | None = None  # Where the arguments lie.
+    reply: Block | None = None  # Where the reply may be put.
     _value: Any = None
 
-    def __init__(self, call: str, receiver: Receiver):
-        self.call = call  # Whom it waits for, for messages.
+    def __init__(self, method: str, addr: str, receiver: Receiver):
+        self.method = method
+        self._addr = addr
         self._receiver = receiver
+        self.started = time.perf_counter()
 
     def done(self) -> bool:
-        """Whether there is a result or an error."""
+        """Returns whether there is a result or an error."""
         if self.state == PENDING:
             self._receiver.attend()
         return self.state != PENDING
@@ -103,16 +113,14 @@ class Future:
         """
         if not self.state:
             self._receiver.wait_for(self, timeout)
-            if not self.state:
-                raise TimeoutError(f"No answer to {self.call} within {timeout} s.")
-        if self.state == FAILED:
-            raise self._value
-        return self._value
+        if self.state == DONE:
+            return self._value
+        raise self._value if self.state else self._timed_out(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Returns the call's error, or None if it has a result."""
         if not self.wait(timeout):
-            raise TimeoutError(f"No answer to {self.call} within {timeout} s.")
+            raise self._timed_out(timeout)
         return self._value if self.state == FAILED else None
 
     def add_callback(self, callback: Callable[[Future], None]) -> None:
@@ -144,63 +152,26 @@ class Future:
         """Completes the future with an error. For the client."""
         self.set_result(error, FAILED)
 
-    def block(self, deadline: float | None) -> None:
+    def block(self, timeout: float | None) -> None:
         """Waits for another thread to complete it. For the client."""
         with self._lock:
             if self.state != PENDING:
                 return
             if self._event is None:
                 self._event = threading.Event()
-        self._event.wait(None if deadline is None else deadline - time.monotonic())
+        self._event.wait(timeout)
 
-
-class Call(Future):
-    """A call that has no reply yet, and what is needed to send it again.
-
-    Args:
-      method: of the server.
-      addr: of the server.
-      receiver: the client.
-    """
-
-    frame: bytes = b""
-    sent = False  # Whether a server may have got it.
-    request: Block | None = None  # Where the arguments lie.
-    reply: Block | None = None  # Where the reply may be put.
-
-    def __init__(self, method: str, addr: str, receiver: Receiver):
-        self.method = method
-        self._addr = addr
-        self._receiver = receiver
-        self.started = time.perf_counter()
-
-    @property
-    def call(self) -> str:  # type: ignore[override]
-        """The method and the server, for messages."""
-        return f"'{self.method}' from {self._addr}"
+    def _timed_out(self, timeout: float | None) -> TimeoutError:
+        return TimeoutError(
+            f"No answer to '{self.method}' from {self._addr} within {timeout} s."
+        )
 
     def release(self) -> None:
         """Gives its memory back, when the server is done with it."""
-        if self.request is not None:
-            self.request.free()
-            self.request = None
-        if self.reply is not None:
-            self.reply.free()
-            self.reply = None
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counts of a server or client since its start."""
-
-    calls: int = 0
-    replies: int = 0
-    errors: int = 0
-    received_bytes: int = 0
-    sent_bytes: int = 0
-    reconnects: int = 0  # Of clients.
-    repeated: int = 0  # Calls that a server got twice.
-    post_errors: int = 0
+        for block in (self.request, self.reply):
+            if block is not None:
+                block.free()
+        self.request = self.reply = None
 
 
 class Statistics:
@@ -208,13 +179,17 @@ class Statistics:
 
     Any thread counts, without a lock: an increment that another one overtakes may be
     lost, which costs nothing but a little precision.
+
+    Args:
+      name: of the server or client, for messages.
+      counts: what is counted; 'calls' is among it.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, *counts: str):
         self._name = name
         self._since = time.monotonic()
-        self._told: Counter = Counter()  # The counts that were returned so far.
-        self.counts = Counts()
+        self.counts = dict.fromkeys(counts, 0)  # Since the start.
+        self._before = dict(self.counts)  # When it was last asked.
         self.rejected: Counter = Counter()  # By reason, since the start.
         self.latencies: deque[float] = deque(maxlen=1024)
 
@@ -225,17 +200,16 @@ class Statistics:
         if count & (count - 1) == 0:  # The 1st, 2nd, 4th, 8th, ...
             log.warning("%s rejected (%s, %d): %s", self._name, reason, count, text)
 
-    def collect(self, *names: str) -> dict[str, float]:
-        """Returns the named counts, the call rate and latencies, and starts anew."""
-        now = time.monotonic()
-        totals = {name: getattr(self.counts, name) for name in {*names, "calls"}}
-        counts = {name: total - self._told[name] for name, total in totals.items()}
-        self._told.update(counts)
+    def collect(self) -> dict[str, float]:
+        """Returns all counts, the call rate and latencies, and starts anew."""
+        now, counts = time.monotonic(), dict(self.counts)
+        before, self._before = self._before, counts
         duration, self._since = max(1e-9, now - self._since), now
-        latencies = np.array(self.latencies or [0.0])
+        new = {name: count - before[name] for name, count in counts.items()}
+        latencies = np.percentile(np.array(self.latencies or [0.0]), (50, 99))
         return {
-            **{name: counts[name] for name in names},
-            "call_rate": counts["calls"] / duration,
-            "latency_p50": float(np.percentile(latencies, 50)),
-            "latency_p99": float(np.percentile(latencies, 99)),
+            **new,
+            "call_rate": new["calls"] / duration,
+            "latency_p50": float(latencies[0]),
+            "latency_p99": float(latencies[1]),
         }

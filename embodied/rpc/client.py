@@ -11,11 +11,10 @@ import functools
 import secrets
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from embodied.rpc import auth, buffers, links, structures, wire
-from embodied.rpc.calls import PENDING, Call, Disconnected, Future, RemoteError
+from embodied.rpc.calls import Disconnected, Future, RemoteError
 from embodied.rpc.connection import Connection
 from embodied.rpc.sessions import CLIENT_BYTES, MAX_INFLIGHT, make_hello
 
@@ -68,12 +67,11 @@ class Client(Connection):
         keys = None if insecure else keys or auth.Keys.default()
         identity = secrets.token_bytes(CLIENT_BYTES)
         hello = make_hello(identity, name, maxinflight, slots, group, info)
-        super().__init__(addr, hello, keys, link)
+        super().__init__(addr, hello, keys, link, autoconn)
         self.maxinflight = maxinflight
-        self._autoconn = autoconn
         self._reply_bytes: dict[str, int] = {}  # Room for large replies, by method.
         # The lock of the connection guards the calls and their numbers.
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, Future] = {}
         self._waiting = 0  # Threads that wait for one of them to end.
         self._next = 0
         self._counts = self._statistics.counts
@@ -90,7 +88,7 @@ class Client(Connection):
 
     @property
     def connected(self) -> bool:
-        """Whether the server has welcomed this client."""
+        """True while the server knows this client."""
         return self._welcome
 
     def connect(self, timeout: float | None = None) -> None:
@@ -118,17 +116,21 @@ class Client(Connection):
           WireError: the arguments cannot be sent.
           Disconnected, AuthError: the client is closed or refused.
         """
-        spec, arrays, values = self._codec.call(method, args)
+        spec, arrays = self._codec.flatten(method, args)
         nbytes = spec.nbytes
-        if nbytes > self._max_bytes:
-            raise self._too_large(method, nbytes)
-        call = Call(method, self.addr, self)
-        request, arena = None, self._memory
+        limit = self._max_bytes
+        if nbytes > limit or len(spec.encoded) > limit + links.MESSAGE_SLACK:
+            size = max(nbytes, len(spec.encoded))
+            raise wire.WireError(
+                f"Arguments of '{method}' have {size} bytes; the server takes {limit}."
+            )
+        call = Future(method, self.addr, self)
+        arena = self._memory
         if arena is not None:
             if nbytes >= buffers.THRESHOLD:
-                request = call.request = arena.allocate(spec.room)
-                if request is not None:
-                    request.fill(spec, arrays, rows)
+                call.request = arena.allocate(spec.room)
+                if call.request is not None:
+                    call.request.fill(spec, arrays, rows)
             if method in self._reply_bytes:
                 call.reply = arena.allocate(self._reply_bytes[method])
         with self._lock:
@@ -136,30 +138,34 @@ class Client(Connection):
                 self._wait_for_room(call)
             seq = self._next
             self._next = seq + 1
-            if request is None or values or call.reply or self._calls:
-                call.frame = self._encode(call, seq, spec, values, arrays, rows)
-                if self._calls:
-                    self.attend()
-            else:
+            request, reply = call.request, call.reply
+            if request is not None and reply is None and not self._calls:
                 call.frame = request.frame(seq)  # The commonest case, and the fastest.
+            else:
+                call.frame = wire.encode(
+                    wire.CALL,
+                    seq,
+                    spec,
+                    arrays,
+                    rows,
+                    request.number if request else wire.NOWHERE,
+                    reply.number if reply else wire.NOWHERE,
+                    self._calls,
+                    in_memory=request is not None,
+                )
+            if self._calls:
+                self.attend()
             self._calls[seq] = call
             if self._welcome:
                 self._transmit(call)
-            self._counts.sent_bytes += nbytes
+            self._counts["sent_bytes"] += nbytes
         return call
 
     def stats(self) -> dict[str, float]:
         """Counts since the last call, open calls, and latencies in seconds."""
-        self._counts.calls = self._next
+        self._counts["calls"] = self._next
         return {
-            **self._statistics.collect(
-                "calls",
-                "replies",
-                "errors",
-                "reconnects",
-                "sent_bytes",
-                "received_bytes",
-            ),
+            **self._statistics.collect(),
             "inflight": len(self._calls),
         }
 
@@ -172,6 +178,7 @@ class Client(Connection):
         self._turn.control.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._arena.close()
 
     def __enter__(self) -> Client:
         return self
@@ -181,7 +188,7 @@ class Client(Connection):
 
     # The calling threads.
 
-    def _wait_for_room(self, call: Call) -> None:
+    def _wait_for_room(self, call: Future) -> None:
         """Waits until fewer than `maxinflight` calls are open. Holds the lock."""
         self._waiting += 1
         try:
@@ -194,62 +201,29 @@ class Client(Connection):
             call.release()
             raise self._failure
 
-    def _too_large(self, method: str, nbytes: int) -> wire.WireError:
-        return wire.WireError(
-            f"Arguments of '{method}' have {nbytes} bytes; the server takes "
-            f"{self._max_bytes}."
-        )
-
-    def _encode(
-        self,
-        call: Call,
-        seq: int,
-        spec: structures.Spec,
-        values: Sequence[Any],
-        arrays: list,
-        rows: int,
-    ) -> bytes:
-        """Returns the frame of a call, one that can be sent. Holds the lock."""
-        places = None
-        if call.request or call.reply:
-            places = (
-                call.request.place if call.request else wire.NOWHERE,
-                call.reply.place if call.reply else wire.NOWHERE,
-            )
-        in_memory = call.request is not None
-        frame = self._codec.encode(
-            wire.CALL, seq, spec, values, arrays, rows, places, self._calls, in_memory
-        )
-        if len(frame) > self._max_bytes + links.MESSAGE_SLACK:
-            call.release()
-            raise self._too_large(call.method, len(frame))
-        return frame
-
-    def _transmit(self, call: Call) -> None:
+    def _transmit(self, call: Future) -> None:
         """Sends a call, and its memory before that. Holds the lock."""
         link = self._link
         if link is None:
             return  # It has just ended; the next one gets all open calls.
         call.sent = True
-        if call.request is not None and call.request.shared is not link:
-            self._share(call, call.request, link)
-        if call.reply is not None and call.reply.shared is not link:
-            self._share(call, call.reply, link)
+        for block in (call.request, call.reply):
+            if block is not None and block.shared is not link:
+                if isinstance(link, links.LocalLink):
+                    link.share(block)
+                else:
+                    self._put_into_frame(call)
         link.send(call.frame)
 
-    def _share(self, call: Call, block: buffers.Block, link: links.Link) -> None:
-        """Passes a block, or puts all into the frame if the link cannot do that."""
-        if isinstance(link, links.LocalLink):
-            link.share(block)
-            return
+    def _put_into_frame(self, call: Future) -> None:
+        """Encodes a call anew for a link that cannot pass memory."""
         old = self._codec.decode(call.frame)
-        arrays: list = []
+        source, start = old.frame, old.start
         if call.request is not None:
-            arrays = structures.payload_arrays(old.spec, call.request.pages)
-        elif old.spec.nbytes:
-            arrays = structures.payload_arrays(old.spec, old.frame, old.start)
-        call.frame = self._codec.encode(
-            wire.CALL, old.seq, old.spec, old.values, arrays, old.rows, open=old.open
+            source, start = call.request.pages, 0
+        arrays = structures.payload_arrays(old.spec, source, start)
+        call.frame = wire.encode(
+            wire.CALL, old.seq, old.spec, arrays, old.rows, open=old.open
         )
 
     def wait_for(self, future: Future, timeout: float | None) -> None:
@@ -258,60 +232,42 @@ class Client(Connection):
             if self._calls:
                 self.attend()  # Whoever waits for those was told to sleep.
             return
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while future.state == PENDING:
-            if deadline is not None and time.monotonic() >= deadline:
-                return
-            future.block(deadline)
+        future.block(timeout)
 
     # Any thread that receives.
 
-    def _answer(self, seq: int, kind: int, flags: int, reply: wire.Payload) -> None:
+    def _answer(self, message: wire.Message) -> None:
         with self._lock:
-            call = self._calls.pop(seq, None)
+            call = self._calls.pop(message.seq, None)
             if call is None:
                 return  # The answer to a call that was sent twice.
             if self._waiting:
                 self._changed.notify()
-        spec, values, frame, start = reply
-        nbytes = spec.nbytes
-        self._counts.replies += 1
-        self._counts.received_bytes += nbytes
+        spec, source, start = message.spec, message.frame, message.start
+        self._counts["replies"] += 1
+        self._counts["received_bytes"] += spec.nbytes
         self._latencies.append(time.perf_counter() - call.started)
-        if nbytes >= buffers.THRESHOLD:
+        if spec.nbytes >= buffers.THRESHOLD:
             self._reply_bytes[call.method] = spec.room
-        try:
-            if flags & wire.BULK:
-                tree = spec.build(self._leased(call, spec), 0, values)
-            else:
-                tree = spec.build(frame, start, values)
-        except wire.WireError as error:
-            call.set_error(error)
-            return
-        finally:
-            if call.request or call.reply:
-                call.release()
-        if kind == wire.REPLY:
+        if message.flags & wire.IN_MEMORY:
+            # It is kept until the last array of the reply is gone.
+            block, call.reply = call.reply, None
+            if block is None or block.size < spec.nbytes:
+                call.set_error(wire.WireError("a reply in memory that was not offered"))
+                return
+            source, start = block.leased(), 0
+        call.release()
+        (tree,) = spec.build(source, start)
+        if message.kind == wire.REPLY:
             call.set_result(tree)
         else:
-            self._counts.errors += 1
+            self._counts["errors"] += 1
             call.set_error(RemoteError(**tree))
-
-    def _leased(self, call: Call, spec: structures.Spec) -> Any:
-        """The memory which was offered for a reply, and which it lies in."""
-        if call.reply is None or call.reply.size < spec.nbytes:
-            raise wire.WireError("a reply in memory that was not offered")
-        block, call.reply = call.reply, None
-        return block.leased()
 
     def _fail(self, error: Exception) -> None:
         """Ends all open calls, and every later one, with an error."""
         with self._changed:
             self._failure = self._failure or error
-            self._abandon(error)
-
-    def _abandon(self, error: Exception) -> None:
-        with self._changed:
             calls = list(self._calls.values())
             self._calls.clear()
             self._changed.notify_all()
@@ -329,13 +285,3 @@ class Client(Connection):
             else:
                 self._transmit(call)
         return failed
-
-    def _restarted(self) -> Disconnected:
-        return Disconnected(
-            f"{self.name}: the server at {self.addr} was restarted. Whether the call "
-            "was applied before is not known."
-        )
-
-    def _lost(self) -> None:
-        if not self._autoconn:
-            self._fail(Disconnected(f"{self.name}: {self.addr} is gone."))

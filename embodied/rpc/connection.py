@@ -9,18 +9,19 @@ since the server of this host may have started meanwhile.
 from __future__ import annotations
 
 import logging
-import select
 import threading
 import time
 from collections.abc import Callable
+from select import POLLIN, POLLOUT, poll
 from typing import Any
 
 from embodied.rpc import auth, buffers, links, wire
-from embodied.rpc.calls import PENDING, Future, RemoteError, Statistics
+from embodied.rpc.calls import PENDING, Disconnected, Future, RemoteError, Statistics
 from embodied.rpc.links import DOWN, UP, Link, LinkEnded, LocalLink
-from embodied.rpc.threads import Poller, Wakeup
+from embodied.rpc.threads import Wakeup
 
-RETRY_SECONDS = 0.2  # Until a local link is tried again, if there may be no other.
+RETRY_SECONDS = 0.2  # Until a link is tried again, if there was none.
+COUNTS = ("calls", "replies", "errors", "reconnects", "sent_bytes", "received_bytes")
 
 log = logging.getLogger("embodied.rpc")
 
@@ -28,60 +29,56 @@ log = logging.getLogger("embodied.rpc")
 class ReceiveTurn:
     """Hands the turn to receive to one thread of a client at a time.
 
-    A thread that waits for a result takes the turn and polls the link itself; the
-    background thread then stays asleep. On Linux the switch is one change of an epoll
-    set, which wakes nobody. Elsewhere both wake up, and one finds nothing.
-
-    The change takes microseconds. So the background thread stays off until somebody
-    needs it: a call beside another, a callback, a look at whether a call is done. One
-    call at a time, waited for, needs it never. What else arrives, it finds when it
-    sends its next heartbeat.
+    A thread that waits for a result takes the turn and polls the link itself. The
+    background thread may wake up beside it once, and then sleeps until somebody needs
+    it: a call beside another, a callback, a look at whether a call is done. One call at
+    a time, waited for, needs it never. What else arrives, it finds when it sends its
+    next heartbeat.
     """
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
         self._interrupt = Wakeup()
         self.control = Wakeup()  # Makes the background thread look around.
-        self._arrivals = Poller()
-        self._arrivals.add(self._interrupt.fileno())
-        self._background = Poller()
-        self._background.add(self.control.fileno())
-        self._switch: Any = None
-        self._attends = True  # Whether the background thread listens to arrivals.
-        self._switching = threading.Lock()
-        if hasattr(select, "epoll"):
-            self._inner = self._arrivals.fileno()
-            self._background.add(self._inner)
-            self._switch = self._background.modify
+        self._wanted = True  # Whether the background thread should listen.
+        self._asleep = False  # Whether it does not.
+        self._lock = threading.Lock()  # Guards what is waited for.
+        self._link: Link | None = None
+        self.watch(None)
 
-    def add(self, link: Link) -> None:
-        """Receives from a link."""
-        for descriptor in link.descriptors:
-            self._arrivals.add(descriptor)
-            if not self._switch:
-                self._background.add(descriptor)
-        if link.events_descriptor >= 0:
-            self._background.add(link.events_descriptor)
-        self.interrupt()  # Elsewhere than on Linux, who waits now does not see it.
+    def watch(self, link: Link | None) -> None:
+        """Receives from a link, or from nobody, instead of the one before.
 
-    def remove(self, link: Link) -> None:
-        """Receives from a link no longer. It must still be open."""
-        for descriptor in link.descriptors:
-            self._arrivals.remove(descriptor)
-            if not self._switch:
-                self._background.remove(descriptor)
-        if link.events_descriptor >= 0:
-            self._background.remove(link.events_descriptor)
+        The background thread has to look around if another thread does this.
+        """
+        with self._lock:
+            self._link = link
+            self._wait_for(POLLIN)
 
-    def blocked(self, link: LocalLink, blocked: bool) -> None:
+    def blocked(self, link: Link, blocked: bool) -> None:
         """Waits, or does not wait any more, for room in a link's socket."""
-        events = select.POLLIN | (select.POLLOUT if blocked else 0)
-        try:
-            self._arrivals.modify(link.fileno, events)
-        except OSError:
-            return  # It was closed meanwhile.
-        if blocked:
-            self.attend()
+        with self._lock:
+            if link is self._link:
+                self._wait_for(POLLIN | POLLOUT if blocked else POLLIN)
+        self._wanted = True
+        self.control.set()
+
+    def _wait_for(self, events: int) -> None:
+        link = self._link
+        # What each thread waits for: the one with the turn, and the background thread
+        # while it listens, and while it sleeps.
+        turns, listen, sleep = poll(), poll(), poll()
+        turns.register(self._interrupt.fileno(), POLLIN)
+        listen.register(self.control.fileno(), POLLIN)
+        sleep.register(self.control.fileno(), POLLIN)
+        for descriptor in link.descriptors if link else ():
+            turns.register(descriptor, events)
+            listen.register(descriptor, events)
+        if link and link.events_descriptor >= 0:
+            listen.register(link.events_descriptor, POLLIN)
+            sleep.register(link.events_descriptor, POLLIN)
+        self._turns, self._listen, self._sleep = turns, listen, sleep
+        self.interrupt()
 
     def serve(
         self, future: Future, timeout: float | None, handle: Callable[[list], None]
@@ -91,45 +88,36 @@ class ReceiveTurn:
         Args:
           future: what the calling thread waits for.
           timeout: for how many seconds.
-          handle: called with the descriptors at which something arrived.
+          handle: called with the descriptors at which something arrived, and events.
 
-        Afterwards nobody listens until `attend` is called, or the next who waits.
+        Afterwards nobody may listen until `attend` is called, or the next who waits.
         """
         if not self._turn.acquire(blocking=False):
             return False
         try:
+            self._wanted = False
             deadline = None if timeout is None else time.monotonic() + timeout
+            milliseconds = None
             while future.state == PENDING:
-                if self._attends:
-                    self._rest()
                 if deadline is not None:
-                    timeout = deadline - time.monotonic()
-                    if timeout <= 0:
+                    milliseconds = (deadline - time.monotonic()) * 1000
+                    if milliseconds <= 0:
                         break
-                handle(self._arrivals.wait(timeout))
+                handle(self._turns.poll(milliseconds))
         finally:
             self._turn.release()
         return True
 
     def attend(self) -> None:
-        """Lets the background thread listen, unless another has the turn."""
-        if self._attends:
-            return
-        with self._switching:
-            if not self._attends and not self._turn.locked():
-                self._switch(self._inner, select.POLLIN)
-                self._attends = True
-
-    def _rest(self) -> None:
-        """Lets the background thread sleep, whatever arrives."""
-        if self._switch:
-            with self._switching:
-                self._switch(self._inner, 0)
-                self._attends = False
+        """Lets the background thread listen while nobody has the turn."""
+        self._wanted = True
+        if self._asleep:
+            self._asleep = False
+            self.control.set()
 
     @property
     def taken(self) -> bool:
-        """Whether a thread has the turn."""
+        """True while a thread has the turn."""
         return self._turn.locked()
 
     def interrupt(self) -> None:
@@ -143,17 +131,18 @@ class ReceiveTurn:
 
     def background(self, timeout: float) -> list[tuple[int, int]]:
         """Waits for what is the background thread's; returns where things arrived."""
-        control = self.control.fileno()
-        if any(fd == control for fd, _ in self._background.wait(timeout)):
-            self.control.clear()
-        return [] if self.taken else self._arrivals.wait(0)
+        self._asleep = True  # Before the look, so that `attend` is not missed.
+        if self._wanted and not self.taken:
+            self._asleep = False
+        (self._sleep if self._asleep else self._listen).poll(timeout * 1000)
+        self._asleep = False
+        self.control.clear()
+        return [] if self.taken else self._listen.poll(0)
 
     def close(self) -> None:
         """Frees the descriptors. No thread may wait any more."""
-        with self._turn, self._switching:
-            self._attends = True  # There is nothing to switch any more.
-            self._arrivals.close()
-            self._background.close()
+        with self._turn:
+            self._asleep = False  # There is nobody to wake any more.
             self._interrupt.close()
             self.control.close()
 
@@ -166,6 +155,7 @@ class Connection:
       hello: the introduction of the client; see `sessions.make_hello`.
       keys: of the server and of this client; None for a server without keys.
       link: 'local', 'remote', or 'auto' for the first of them that works.
+      autoconn: whether to connect again when a connection is lost.
     """
 
     def __init__(
@@ -174,6 +164,7 @@ class Connection:
         hello: dict[str, Any],
         keys: auth.Keys | None,
         link: str,
+        autoconn: bool,
     ):
         if link not in links.KINDS:
             raise ValueError(
@@ -183,17 +174,19 @@ class Connection:
         self.addr = auth.connect_address(addr)
         self._keys = keys
         self._kind = link
+        self._autoconn = autoconn
         self._hello = hello
         self._codec = wire.Codec()
         self._arena = buffers.Arena()
         self._memory: buffers.Arena | None = None  # While the link can pass it.
         self._max_bytes = self._codec.max_bytes
-        self._statistics = Statistics(name)
+        self._statistics = Statistics(name, *COUNTS)
         # Guards the state of the connection, and what the client adds. Sending is
         # done under it too, so that calls leave in the order of their numbers.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._link: Link | None = None
+        self._greeted = False  # Whether we have said HELLO by this connection.
         self._welcome = False  # Whether the server knows us.
         self._linked = False  # Whether it did since the connection was made.
         self._server = ""  # Identity of the one that welcomed us last.
@@ -204,8 +197,8 @@ class Connection:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def _answer(self, seq: int, kind: int, flags: int, reply: wire.Payload) -> None:
-        """Takes in the answer to a call: its number, kind, flags and contents."""
+    def _answer(self, message: wire.Message) -> None:
+        """Takes in the answer to a call."""
         raise NotImplementedError
 
     def _send_open_calls(self, restarted: bool) -> list[Future]:
@@ -217,16 +210,8 @@ class Connection:
         """
         raise NotImplementedError
 
-    def _lost(self) -> None:
-        """Called when a connection that was there is gone."""
-        raise NotImplementedError
-
     def _fail(self, error: Exception) -> None:
         """Ends all open calls, and every later one, with an error."""
-        raise NotImplementedError
-
-    def _restarted(self) -> Exception:
-        """The error of calls that were sent to a server that is gone."""
         raise NotImplementedError
 
     # Any thread that receives.
@@ -238,38 +223,30 @@ class Connection:
             if link is None or descriptor not in link.descriptors:
                 self._turn.interrupted(descriptor)
                 continue
-            if events & select.POLLOUT and isinstance(link, LocalLink):
+            if events & POLLOUT and isinstance(link, LocalLink):
                 link.flush()
             try:
                 for frame in link.receive():
-                    known = self._codec.decode_known(frame)
-                    if known is not None:
-                        self._answer(*known)
-                    else:
-                        self._decode(frame)
+                    self._handle(frame)
             except LinkEnded:
                 self._end_link(link)
                 return
 
-    def _decode(self, frame: Any) -> None:
+    def _handle(self, frame: Any) -> None:
         try:
             message = self._codec.decode(frame)
-            if message.seq == wire.NO_CALL:
-                self._control(message)
-                return
-            reply = message.spec, message.values, frame, message.start
-            self._answer(message.seq, message.kind, message.flags, reply)
+            if message.seq != wire.NO_CALL:
+                self._answer(message)
+            elif message.kind == wire.WELCOME:
+                self._welcomed(message.value())
+            elif message.kind == wire.STRANGER:
+                self._say_hello()  # The server forgot us, or restarted unnoticed.
+            elif message.kind == wire.ERROR:
+                error = message.value()
+                text = f"{self.name}: {error['message']}"
+                self._fail(RemoteError(error["kind"], text))
         except wire.WireError as error:
             log.error("%s: undecodable answer: %s", self.name, error)
-
-    def _control(self, message: wire.Message) -> None:
-        if message.kind == wire.WELCOME:
-            self._welcomed(wire.message_tree(message))
-        elif message.kind == wire.STRANGER:
-            self._say_hello()  # The server forgot us, or restarted unnoticed.
-        elif message.kind == wire.ERROR:
-            error = wire.message_tree(message)
-            self._fail(RemoteError(error["kind"], f"{self.name}: {error['message']}"))
 
     def _welcomed(self, welcome: dict) -> None:
         with self._changed:
@@ -282,7 +259,12 @@ class Connection:
             failed = self._send_open_calls(restarted)
             self._changed.notify_all()
         for call in failed:
-            call.set_error(self._restarted())
+            call.set_error(
+                Disconnected(
+                    f"{self.name}: the server at {self.addr} was restarted. Whether "
+                    "the call was applied before is not known."
+                )
+            )
         if failed:
             self._turn.interrupt()
 
@@ -291,6 +273,7 @@ class Connection:
             self._welcome = False
             if self._link is not None:
                 self._link.send(self._codec.control(wire.HELLO, self._hello))
+                self._greeted = True
             self._turn.attend()
 
     def _end_link(self, link: Link) -> None:
@@ -299,20 +282,20 @@ class Connection:
             if link is not self._link:
                 return
             self._link = None
-            self._turn.remove(link)
+            self._turn.watch(None)
             link.close()
         self._disconnected()
         self._turn.control.set()
 
     def _disconnected(self) -> None:
         with self._changed:
-            self._welcome = False
+            self._welcome = self._greeted = False
             self._memory = None
             was_linked, self._linked = self._linked, False
-            if not was_linked:
-                return
-            self._statistics.counts.reconnects += 1
-        self._lost()
+        if was_linked:
+            self._statistics.counts["reconnects"] += 1
+            if not self._autoconn:
+                self._fail(Disconnected(f"{self.name}: {self.addr} is gone."))
 
     # The background thread.
 
@@ -331,11 +314,12 @@ class Connection:
             if now >= next_beat:
                 next_beat = now + self._heartbeat
                 self._tell(wire.HEARTBEAT)
+                if self._greeted and not self._welcome:
+                    self._say_hello()  # The server may let us in now.
         self._tell(wire.BYE)
         with self._lock:
             link, self._link = self._link, None
         if link is not None:
-            self._turn.remove(link)
             link.close()
         self._turn.close()
 
@@ -370,37 +354,33 @@ class Connection:
             return
         with self._lock:
             before, self._link = self._link, link
-            if before is not None:
-                self._turn.remove(before)
-            self._turn.add(link)
+            self._turn.watch(link)
         if before is not None:
             before.close()
-        self._handle_events()
+        if link.events_descriptor < 0:
+            self._say_hello()
+        else:
+            self._handle_events()
 
     def _handle_events(self) -> None:
         link = self._link
-        if link is None:
-            return
-        for event, reason in link.events():
+        for event, reason in link.events() if link is not None else ():
             if event == UP:
-                self._connected(link)
+                self._connected()
             elif event == DOWN:
                 self._disconnected()
             else:
-                self._refused(reason)
+                self._fail(
+                    auth.AuthError(
+                        f"{self.name}: no connection to {self.addr}: {reason}. Use the "
+                        "key file of the run (--run.keyfile FILE) on both sides."
+                    )
+                )
 
-    def _connected(self, link: Link) -> None:
-        if self._kind == "auto" and not isinstance(link, LocalLink):
-            local = self._open_local(look_up=True)
-            if local is not None:
-                self._use(local)
-                return
-        self._say_hello()
-
-    def _refused(self, reason: str) -> None:
-        self._fail(
-            auth.AuthError(
-                f"{self.name}: no connection to {self.addr}: {reason}. Use the key "
-                "file of the run (--run.keyfile FILE) on both sides."
-            )
-        )
+    def _connected(self) -> None:
+        """The server is there by ZeroMQ, so that its local link may be, too."""
+        local = self._open_local(look_up=True) if self._kind == "auto" else None
+        if local is not None:
+            self._use(local)
+        else:
+            self._say_hello()

@@ -66,10 +66,11 @@ class Link:
 
     Attributes:
       descriptors: readable when a frame may have come. Of clients only, as the next.
-      events_descriptor: readable when an event may have come; -1 if there are none.
+      events_descriptor: readable when an event may have come; -1 for a link that is
+        up from the beginning, and ends with LinkEnded.
       session: of the client, at the server's end, once it has said HELLO.
       memory: blocks of the client, at the server's end; None if it can pass none.
-      cached: what a server found out about frames whose arrays lie in that memory.
+      cached: routing of frames whose arrays lie in that memory, by their bytes.
     """
 
     descriptors: tuple[int, ...] = ()
@@ -78,7 +79,7 @@ class Link:
 
     def __init__(self) -> None:
         self.session: Any = None
-        self.cached: dict[bytes, Any] = {}
+        self.cached: dict[tuple[bytes, bytes], Any] = {}
 
     def send(self, frame: bytes) -> bool:
         """Sends a frame; False where the other side is gone or does not read."""
@@ -129,8 +130,7 @@ class LocalLink(Link):
         self.descriptors = (self.fileno,)
         self.memory = buffers.PeerMemory()
         self._lock = threading.Lock()  # Guards the next.
-        self._backlog: deque[tuple[bytes, int]] = deque()  # With descriptors, or -1.
-        self._told = False  # Whether the event of a client's end was returned.
+        self._backlog: deque[tuple[bytes, buffers.Memory | None]] = deque()
 
     def send(self, frame: bytes) -> bool:
         """Sends a frame, now or when the socket has room; False if that is over."""
@@ -147,7 +147,7 @@ class LocalLink(Link):
     def share(self, block: buffers.Block) -> bool:
         """Passes a block of shared memory to the other side."""
         block.shared = self
-        return self._put(_HEAD.pack(_BLOCK, block.number), os.dup(block.fileno))
+        return self._put(_HEAD.pack(_BLOCK, block.number), block.memory)
 
     def receive(self) -> Sequence[bytes]:
         """Returns the next frame, if there is one."""
@@ -169,25 +169,18 @@ class LocalLink(Link):
             raise LinkEnded
         return (data,)
 
-    def events(self) -> list[tuple[int, str]]:
-        """A client's end is there from the beginning."""
-        told, self._told = self._told, True
-        return [] if told else [(UP, "")]
-
     def flush(self) -> None:
         """Sends what waits, as far as the socket takes it."""
         with self._lock:
             while self._backlog:
-                packet, descriptor = self._backlog[0]
                 try:
-                    self._send_packet(packet, descriptor)
+                    self._send_packet(*self._backlog[0])
                 except BlockingIOError:
                     return
                 except OSError:
                     break  # The other side is gone, which `receive` tells.
                 self._backlog.popleft()
-                _close(descriptor)
-            self._drop_backlog()
+            self._backlog.clear()
             self.on_blocked(self, False)
 
     def abort(self) -> None:
@@ -200,51 +193,45 @@ class LocalLink(Link):
     def close(self) -> None:
         """Frees the descriptors."""
         with self._lock:
-            self._drop_backlog()
+            self._backlog.clear()
         self._connection.close()
 
     def _send_later(self, frame: bytes) -> bool:
         if len(frame) <= MAX_PACKET:
-            return self._put(frame, -1)
+            return self._put(frame)
         try:
-            descriptor = buffers.make_memory(len(frame))
+            memory = buffers.Memory(len(frame))
         except OSError as error:
             log.error("No memory for a message of %d bytes: %s", len(frame), error)
             self.abort()
             return False
         view, done = memoryview(frame), 0
         while done < len(view):
-            done += os.pwrite(descriptor, view[done:], done)
-        return self._put(_HEAD.pack(_FRAME, 0), descriptor)
+            done += os.pwrite(memory.fileno, view[done:], done)
+        return self._put(_HEAD.pack(_FRAME, 0), memory)
 
-    def _put(self, packet: bytes, descriptor: int) -> bool:
-        """Sends a packet behind what waits; the descriptor is closed after that."""
+    def _put(self, packet: bytes, memory: buffers.Memory | None = None) -> bool:
+        """Sends a packet, and memory with it, behind what waits."""
         with self._lock:
-            if not self._backlog:
-                try:
-                    self._send_packet(packet, descriptor)
-                    _close(descriptor)
+            try:
+                if len(self._backlog) >= MAX_BACKLOG:
+                    raise OSError("The other side does not read.")
+                if not self._backlog:
+                    self._send_packet(packet, memory)
                     return True
-                except BlockingIOError:
-                    self.on_blocked(self, True)
-                except OSError:
-                    _close(descriptor)
-                    self.abort()  # Whatever it is, a new link may do better.
-                    return False
-            elif len(self._backlog) >= MAX_BACKLOG:
-                _close(descriptor)
-                self.abort()
+            except BlockingIOError:
+                self.on_blocked(self, True)
+            except OSError:
+                self.abort()  # Whatever it is, a new link may do better.
                 return False
-            self._backlog.append((packet, descriptor))
+            self._backlog.append((packet, memory))
             return True
 
-    def _send_packet(self, packet: bytes, descriptor: int) -> None:
-        if descriptor < 0:
+    def _send_packet(self, packet: bytes, memory: buffers.Memory | None) -> None:
+        if memory is None:
             self._send(packet)
         else:
-            passed = _DESCRIPTOR.pack(descriptor)
-            rights = (sockets.SOL_SOCKET, sockets.SCM_RIGHTS, passed)
-            self._connection.sendmsg([packet], [rights])
+            sockets.send_fds(self._connection, [packet], [memory.fileno])
 
     def _receive_memory(
         self, data: bytes, ancillary: list[tuple[int, int, bytes]], flags: int
@@ -261,10 +248,14 @@ class LocalLink(Link):
                 raise wire.WireError("a packet is too large, or has odd descriptors")
             assert self.memory is not None
             kind, number = _HEAD.unpack(data)
-            if kind == _FRAME:
-                return (_read(descriptors[0], self._max_bytes),)
-            self.memory.add(number, descriptors[0])
-            return ()
+            if kind != _FRAME:
+                self.memory.add(number, descriptors[0])
+                return ()
+            size = buffers.memory_size(descriptors[0], self._max_bytes)
+            data = os.pread(descriptors[0], size, 0)
+            if len(data) != size:  # Above 2 GB, which no limit allows.
+                raise wire.WireError("a frame could not be read whole")
+            return (data,)
         except wire.WireError as error:
             log.warning("A local link is closed: %s.", error)
             self.abort()
@@ -272,11 +263,6 @@ class LocalLink(Link):
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-
-    def _drop_backlog(self) -> None:
-        for _, descriptor in self._backlog:
-            _close(descriptor)
-        self._backlog.clear()
 
 
 class LocalListener:
@@ -365,11 +351,10 @@ class LocalListener:
             except OSError:
                 connection.close()
                 continue
-            descriptor = connection.fileno()
             deadline = time.monotonic() + PROVE_SECONDS
-            self._unknown[descriptor] = (connection, deadline)
+            self._unknown[connection.fileno()] = (connection, deadline)
             check = functools.partial(self._check, connection, nonce)
-            self._poller.add(descriptor, check)
+            self._poller.add(connection.fileno(), check)
 
     def _check(self, connection: sockets.socket, nonce: bytes, _: int) -> None:
         """Lets a connection in that proves to have the key."""
@@ -381,10 +366,9 @@ class LocalListener:
             packet = b""
         self._forget(connection)
         theirs, proof = packet[:_NONCE_BYTES], packet[_NONCE_BYTES:]
+        expected = auth.prove(self._key, b"client", nonce, theirs)
         try:
-            if not hmac.compare_digest(
-                proof, auth.prove(self._key, b"client", nonce, theirs)
-            ):
+            if not hmac.compare_digest(proof, expected):
                 raise OSError("A local connection did not prove that it has the key.")
             connection.send(auth.prove(self._key, b"server", nonce, theirs))
         except OSError:
@@ -479,17 +463,3 @@ def _local_name(addr: str, key: bytes) -> str:
 def _is_same_user(connection: sockets.socket) -> bool:
     peer = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _PEER.size)
     return _PEER.unpack(peer)[1] == os.getuid()
-
-
-def _read(descriptor: int, limit: int) -> bytes:
-    """Reads a frame out of memory that came with a packet."""
-    size = buffers.memory_size(descriptor, limit)
-    data = os.pread(descriptor, size, 0)
-    if len(data) != size:  # Above 2 GB, which no limit allows.
-        raise wire.WireError("a frame could not be read whole")
-    return data
-
-
-def _close(descriptor: int) -> None:
-    if descriptor >= 0:
-        os.close(descriptor)

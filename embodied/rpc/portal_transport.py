@@ -26,20 +26,22 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from embodied.rpc import auth, wire
 from embodied.rpc.batching import BatchServer
 from embodied.rpc.client import Client
-from embodied.rpc.links import DOWN, MESSAGE_SLACK, UP, Link, OnFrame
+from embodied.rpc.links import MESSAGE_SLACK, Link, LinkEnded, OnFrame
 from embodied.rpc.server import Server, make_welcome
 from embodied.rpc.sessions import CLIENT_BYTES, MAX_INFLIGHT, make_hello
 from embodied.rpc.threads import Poller, Wakeup
 
+CONNECT_SECONDS = 1.0  # Until a client's connection is given up, and tried again.
 LOOK_AROUND = 1.0  # Seconds: portal's thread tells nobody of its failure.
 LAST_REPLIES = 2.0  # Seconds that a closing server gives replies on their way.
 SEND_TRIES = 100
@@ -78,14 +80,18 @@ class PortalClient(Client):
         kwargs |= {"keys": None, "insecure": True, "link": "remote"}
         super().__init__(addr, *args, **kwargs)
 
-    def _open_link(self) -> Link:
-        return ConnectLink(self.addr, self.name)
+    def _open_link(self) -> Link | None:
+        link = ConnectLink(self.addr, self.name)
+        if link.connect():
+            return link
+        link.close()
+        return None
 
 
 class ConnectLink(Link):
-    """A client's end, which connects, and connects again, by itself.
+    """A client's end of one connection.
 
-    Portal's thread calls `_tell` and `_received`. An exception in it would end the
+    Portal's thread calls `_lost` and `_received`. An exception in it would end the
     process, so none leaves these two.
     """
 
@@ -93,11 +99,9 @@ class ConnectLink(Link):
         super().__init__()
         self._portal = import_portal()
         self._codec = wire.Codec()
-        self._frames: deque[bytes] = deque()
-        self._happened: deque[tuple[int, str]] = deque()
-        self._arrived, self._changed = Wakeup(), Wakeup()
+        self._frames: deque[bytes | None] = deque()  # None is the end.
+        self._arrived = Wakeup()
         self.descriptors = (self._arrived.fileno(),)
-        self.events_descriptor = self._changed.fileno()
         host, port = auth.parse_address(addr)
         self._socket = self._portal.ClientSocket(
             f"{host.strip('[]')}:{port}",
@@ -109,9 +113,12 @@ class ConnectLink(Link):
             max_recv_queue=2 * MAX_INFLIGHT,
         )
         self._socket.callbacks_recv.append(self._received)
-        self._socket.callbacks_conn.append(lambda: self._tell(UP))
-        self._socket.callbacks_disc.append(lambda: self._tell(DOWN))
+        self._socket.callbacks_disc.append(lambda: self._put(None))
         self._socket.start()
+
+    def connect(self) -> bool:
+        """Waits for the server, not for long; True if it is there."""
+        return self._socket.connect(CONNECT_SECONDS)
 
     def send(self, frame: bytes) -> bool:
         """Sends a call; greetings are answered here, as if a server had."""
@@ -119,16 +126,14 @@ class ConnectLink(Link):
         if message.kind == wire.HELLO:
             # Another server each time, since nobody knows: see the top.
             welcome = make_welcome(secrets.token_hex(8), self._codec.max_bytes)
-            self._frames.append(self._codec.control(wire.WELCOME, welcome))
-            self._arrived.set()
+            self._put(self._codec.control(wire.WELCOME, welcome))
         if message.kind != wire.CALL:
             return True
-        spec, rows = message.spec, message.rows
-        name = (f"{spec.method}:{rows}" if rows else spec.method).encode()
-        data = self._portal.pack(to_portal(wire.message_tree(message)))
+        name = message.spec.method + (f":{message.rows}" if message.rows else "")
+        data = self._portal.pack(to_portal(message.data()))
         try:
-            head = _HEAD.pack(message.seq, len(name))
-            self._socket.send(b"".join((head, name, *data)), timeout=0)
+            head = _HEAD.pack(message.seq, len(name.encode()))
+            self._socket.send(b"".join((head, name.encode(), *data)), timeout=0)
         except (self._portal.Disconnected, TimeoutError):
             return False  # The connection is just lost.
         return True
@@ -136,24 +141,19 @@ class ConnectLink(Link):
     def receive(self) -> list[bytes]:
         """Returns the answers that came."""
         self._arrived.clear()
-        return [self._frames.popleft() for _ in range(len(self._frames))]
-
-    def events(self) -> list[tuple[int, str]]:
-        """Returns what happened to the connection since the last call."""
-        self._changed.clear()
-        return [self._happened.popleft() for _ in range(len(self._happened))]
+        frames = [self._frames.popleft() for _ in range(len(self._frames))]
+        if None in frames:
+            raise LinkEnded
+        return cast(list[bytes], frames)
 
     def close(self) -> None:
         """Ends portal's thread, and frees the descriptors."""
         self._socket.close()
         self._arrived.close()
-        self._changed.close()
 
-    # Portal's thread.
-
-    def _tell(self, event: int) -> None:
-        self._happened.append((event, ""))
-        self._changed.set()
+    def _put(self, frame: bytes | None) -> None:
+        self._frames.append(frame)
+        self._arrived.set()
 
     def _received(self, data: memoryview) -> None:
         self._socket.recvq.get_nowait()  # Portal queues what it calls back with.
@@ -164,10 +164,7 @@ class ConnectLink(Link):
                 kind, tree = wire.ERROR, decode_error(status, payload)
             else:
                 kind, tree = wire.REPLY, from_portal(self._portal.unpack(payload))
-            structure, arrays, values = wire.flatten(tree)
-            spec = self._codec.spec("", structure)
-            self._frames.append(self._codec.encode(kind, number, spec, values, arrays))
-            self._arrived.set()
+            self._put(wire.encode(kind, number, *self._codec.flatten("", [tree])))
         except Exception:
             log.exception("An answer of a portal server could not be handled.")
 
@@ -178,20 +175,19 @@ class PortalServer(Server):
     `keys` has no meaning for portal; `insecure` allows other addresses than loopback.
     """
 
+    ADVICE = (
+        "portal has no authentication. Listen at localhost, use --run.transport zmq, "
+        "or allow everyone to call with --run.insecure True."
+    )
+
     def __init__(
         self, addr: str | int, *args: Any, insecure: bool = False, **kwargs: Any
     ):
         import_portal()
         self._open_to_all = insecure
         kwargs |= {"keys": None, "insecure": True}
-        super().__init__(_bind_address(addr, insecure), *args, **kwargs)
-
-    @staticmethod
-    def check(  # type: ignore[override]
-        addr: str | int, *, insecure: bool = False
-    ) -> None:
-        """Raises AuthError or ValueError if a server could not listen there."""
-        auth.check_free(_bind_address(addr, insecure))
+        addr = auth.bind_address(addr, None, insecure, self.ADVICE)
+        super().__init__(addr, *args, **kwargs)
 
     def _listen(self) -> list[Any]:
         listener = PortalListener(
@@ -223,6 +219,7 @@ class PortalListener:
     ):
         self.portal = import_portal()
         self._addr, self._name = server.addr, server.name
+        self.sessions = server.sessions
         self.codec = codec
         self._poller = poller
         self.on_frame = on_frame
@@ -241,13 +238,13 @@ class PortalListener:
     def expire(self) -> None:
         """Notes who is there, which portal's clients do not say, and who has gone."""
         there = set(self._socket.connections)
-        for connection in list(self._links):
-            link, kind = self._links[connection], wire.HEARTBEAT
-            if connection not in there:
-                del self._links[connection]
-                kind = wire.BYE
-            if link.welcome:
-                self.on_frame(link, self.codec.control(kind))
+        for connection, link in list(self._links.items()):
+            if connection in there:
+                link.stay()
+                continue
+            del self._links[connection]
+            if link.session is not None:
+                self.sessions.bye(link.session)
 
     def discard(self, link: Link) -> None:
         """Does nothing: a connection is its client's to close."""
@@ -297,14 +294,18 @@ class PortalListener:
         self._arrived.clear()
         while self._messages:
             connection, data = self._messages.popleft()
-            if (link := self._links.get(connection)) is None:
-                link = self._links[connection] = AcceptedLink(self, connection)
-            try:
-                link.take_in(data)
-            except wire.WireError as error:
-                text = f"Server {self._name} refused a message: {error}"
-                self._reject("request", text)
-                link.refuse(bytes(data[:8]).ljust(8, b"\0"), text)
+            if connection not in self._links:
+                self._links[connection] = AcceptedLink(self, connection)
+            self.take_in(self._links[connection], data)
+
+    def take_in(self, link: AcceptedLink, data: memoryview) -> None:
+        """Makes a call of a message, or answers with an error."""
+        try:
+            link.take_in(data)
+        except wire.WireError as error:
+            text = f"Server {self._name} refused a message: {error}"
+            self._reject("request", text)
+            link.refuse(bytes(data[:8]).ljust(8, b"\0"), text)
 
     # The thread that takes messages.
 
@@ -338,8 +339,8 @@ class PortalListener:
 class AcceptedLink(Link):
     """A server's end of one of portal's connections.
 
-    It greets the server for its client. Calls that come before the server's welcome
-    wait for it. The server's loop thread takes in; any thread may send.
+    It introduces its client to the server. What comes before that is let in waits.
+    The server's loop thread takes in; any thread may send.
     """
 
     def __init__(self, listener: PortalListener, connection: Any):
@@ -349,46 +350,43 @@ class AcceptedLink(Link):
         self._codec = listener.codec
         self._numbers: dict[int, bytes] = {}  # Portal's, of calls without an answer.
         self._next = 0
-        self._early: list[bytes] = []  # Calls before the welcome.
-        self._refusal = ""
-        self.welcome = False
+        self._early: list[memoryview] = []  # What came before it was let in.
         name = f"{connection[0]}:{connection[1]}"
-        hello = make_hello(secrets.token_bytes(CLIENT_BYTES), name, MAX_INFLIGHT)
-        self._hello = self._codec.control(wire.HELLO, hello)
-        listener.on_frame(self, self._hello)
+        self._hello = make_hello(secrets.token_bytes(CLIENT_BYTES), name, MAX_INFLIGHT)
+
+    def stay(self) -> None:
+        """Notes that the client is there, and tries again to have it let in."""
+        if self.session is not None:
+            self.session.heard = time.monotonic()
+        early, self._early = self._early, []
+        for data in early:
+            self._listener.take_in(self, data)
 
     def take_in(self, data: memoryview) -> None:
         """Makes a call of a message.
 
         Raises:
-          WireError: it is over the limit, or cannot be decoded.
+          WireError: the client is refused, or the message cannot be decoded.
         """
-        if self._refusal:
-            raise wire.WireError(self._refusal)
+        sessions = self._listener.sessions
+        if sessions.get(self) is None and sessions.hello(self, self._hello) is None:
+            self._early.append(data)
+            return
         limit = self._codec.max_bytes
         method, rows, arguments = decode_call(self._listener.portal, data, limit)
-        structure, arrays, values = wire.flatten(tuple(arguments))
-        spec = self._codec.spec(method, structure)
+        spec, arrays = self._codec.flatten(method, arguments)
         if spec.nbytes > limit:
             raise wire.WireError(f"{spec.nbytes} bytes are more than {limit}")
         seq, others = self._next, list(self._numbers)
         self._next += 1
         self._numbers[seq] = bytes(data[:8])
-        frame = self._codec.encode(
-            wire.CALL, seq, spec, values, arrays, rows, open=others
-        )
-        if self.welcome:
-            self._listener.on_frame(self, frame)
-        else:
-            self._early.append(frame)
+        frame = wire.encode(wire.CALL, seq, spec, arrays, rows, open=others)
+        self._listener.on_frame(self, frame)
 
     def send(self, frame: bytes) -> bool:
-        """Sends an answer; what else servers say is handled here."""
+        """Sends the answer to a call."""
         message = self._codec.decode(frame)
-        tree = wire.message_tree(message)
-        if message.seq == wire.NO_CALL:
-            self._control(message.kind, tree)
-            return True
+        tree = message.value()
         if (number := self._numbers.pop(message.seq, None)) is None:
             return True
         if message.kind == wire.ERROR:
@@ -404,21 +402,6 @@ class AcceptedLink(Link):
         """Answers a message with an error."""
         head = status.to_bytes(8, "little")
         return self._listener.send(self._connection, number, head, text.encode())
-
-    def _control(self, kind: int, tree: Any) -> None:
-        if kind == wire.WELCOME:
-            self.welcome = True
-            early, self._early = self._early, []
-            for frame in early:
-                self._listener.on_frame(self, frame)
-        elif kind == wire.STRANGER:
-            self._listener.on_frame(self, self._hello)
-        elif kind == wire.ERROR:
-            self._refusal = tree["message"]
-            for number in self._numbers.values():
-                self.refuse(number, self._refusal)
-            self._numbers.clear()
-            self._early.clear()
 
 
 def decode_call(portal: Any, data: memoryview, limit: int) -> tuple[str, int, list]:
@@ -454,7 +437,7 @@ def decode_error(status: int, payload: memoryview) -> dict[str, str]:
 def to_portal(tree: Any) -> Any:
     """Puts what portal cannot carry into frames of our own; the rest stays as it is.
 
-    The tree must be one that `wire.flatten` accepts.
+    The tree must be one that can be sent.
     """
     if isinstance(tree, dict):
         return {key: to_portal(value) for key, value in tree.items()}
@@ -467,29 +450,15 @@ def to_portal(tree: Any) -> Any:
             return array
     elif tree not in ("", b""):
         return tree
-    structure, arrays, values = wire.flatten(tree)
-    codec = wire.Codec()
-    spec = codec.spec("", structure)
-    return {_ESCAPE: codec.encode(wire.REPLY, 0, spec, values, arrays)}
+    return {_ESCAPE: wire.Codec().control(wire.REPLY, tree)}
 
 
 def from_portal(tree: Any) -> Any:
     """Undoes `to_portal`; tuples and plain numbers stay lists and arrays."""
     if isinstance(tree, dict):
         if tree.keys() == {_ESCAPE}:
-            return wire.message_tree(wire.Codec().decode(bytes(tree[_ESCAPE])))
+            return wire.Codec().decode(bytes(tree[_ESCAPE])).value()
         return {key: from_portal(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return [from_portal(value) for value in tree]
     return bytes(tree) if isinstance(tree, memoryview) else tree
-
-
-def _bind_address(addr: str | int, insecure: bool) -> str:
-    try:
-        return auth.bind_address(addr, None, insecure)
-    except auth.AuthError:
-        raise auth.AuthError(
-            f"{addr} can be reached from other machines, and portal has no "
-            "authentication. Listen at localhost, use --run.transport zmq, or allow "
-            "everyone to call with --run.insecure True."
-        ) from None

@@ -2,13 +2,14 @@
 
 Threads: the loop receives, checks and hands out; workers call the bound functions and
 send the replies themselves; one thread runs what comes after replies. The loop waits
-on file descriptors only and uses no time while nothing comes. Quick batches it runs
-itself, see `threads.Loop`.
+on file descriptors, and looks every two seconds for who has gone. Quick batches it
+runs itself, see `threads.Loop`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -16,17 +17,20 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from embodied.rpc import auth, buffers, links, structures, wire, zmq_links
+from embodied.rpc import auth, links, wire, zmq_links
 from embodied.rpc.calls import Statistics, Unanswered
 from embodied.rpc.links import Link
 from embodied.rpc.sessions import NEW, REFUSED, ClientSession, Outbox, Sessions
+from embodied.rpc.structures import check_schema
 from embodied.rpc.threads import Loop, Poller, PostThread, ThreadPool, Wakeup
 
 log = logging.getLogger("embodied.rpc")
 
 HEARTBEAT = 2.0  # Seconds between signs of life of a client.
 CLIENT_TIMEOUT = 8.0  # Seconds of silence after which a client counts as gone.
-MAX_HELD = 1000  # Clients that wait to be let in.
+ListenerOptions = tuple[str, auth.Keys | None, int, Poller]
+# Calls that came twice are repeated.
+COUNTS = ("calls", "replies", "received_bytes", "sent_bytes", "errors", "repeated")
 
 
 class Method(NamedTuple):
@@ -37,20 +41,32 @@ class Method(NamedTuple):
     postfn: Callable | None
     pool: ThreadPool
     schema: dict | None
-    batching: Any  # What a BatchServer needs; None for a plain method.
-    checked: set[tuple[structures.Spec, int]]  # Shapes that fit the schema.
+    batching: Any = None  # What a BatchServer needs; None for a plain method.
 
 
-class QueuedCall(NamedTuple):
-    """One call that waits for a worker, or is worked on."""
+class PendingCall(NamedTuple):
+    """One call that has no answer yet."""
 
     session: ClientSession
     seq: int
-    method: Method
-    arguments: tuple
-    reply_memory: Any  # Where the client wants large replies, or None.
-    ticket: int | None
     received: float
+    reply_memory: Any  # Where the client wants large replies, or None.
+    start: int = 0  # The first of its rows in a batch.
+    rows: int = 0  # 0 for an unstacked call, which has one row.
+
+
+class Job:
+    """One run of a function, which answers one call, or several as a batch."""
+
+    def __init__(self, method: Method, calls: list[PendingCall]):
+        self.method = method
+        self.calls = calls
+        self.data: list = []
+        self.ticket: int | None = None  # Its place in the order of `postfn`.
+
+    def arguments(self) -> list:
+        """Returns the arguments of the function."""
+        return self.data
 
 
 class Server:
@@ -73,6 +89,8 @@ class Server:
         raises it, too. The server answers nobody any more, and its owner should end.
     """
 
+    ADVICE = "pass the keys of the run (--run.keyfile FILE), or listen at localhost."
+
     def __init__(
         self,
         addr: str | int,
@@ -86,11 +104,11 @@ class Server:
         on_failure: Callable[[Exception], None] | None = None,
     ):
         self.name = name
-        self.addr = auth.bind_address(addr, keys, insecure)
+        self.addr = auth.bind_address(addr, keys, insecure, self.ADVICE)
         self._keys = None if insecure else keys or auth.Keys.default()
         self._identity = secrets.token_hex(8)  # Tells a restarted server apart.
         self._codec = wire.Codec(max_bytes)
-        self._statistics = Statistics(name)
+        self._statistics = Statistics(name, *COUNTS, "post_errors")
         self._outbox = Outbox(name, self._codec, self._statistics)
         self._methods: dict[str, Method] = {}
         self._pool = ThreadPool(workers, name, self._work)
@@ -104,17 +122,16 @@ class Server:
         self._loop = Loop(name, self._step, self._failed)
         self._on_failure = on_failure
         self._failure: Exception | None = None
-        self._held: set[Link] = set()  # Of clients that are not let in yet.
         self._expire_at = 0.0
         self._started = False
         self._closing = threading.Event()
 
-    @staticmethod
+    @classmethod
     def check(
-        addr: str | int, *, keys: auth.Keys | None = None, insecure: bool = False
+        cls, addr: str | int, *, keys: auth.Keys | None = None, insecure: bool = False
     ) -> None:
         """Raises AuthError or ValueError if a server could not listen there."""
-        auth.check_free(auth.bind_address(addr, keys, insecure))
+        auth.check_free(auth.bind_address(addr, keys, insecure, cls.ADVICE))
 
     def bind(
         self,
@@ -135,7 +152,7 @@ class Server:
           schema: {key: (dtype, shape)} of the first argument, checked on arrival.
         """
         pool = self._own_pool(name, workers)
-        self._add(Method(name, workfn, postfn, pool, schema, None, set()))
+        self._add(Method(name, workfn, postfn, pool, schema))
 
     def start(self, block: bool = True) -> None:
         """Starts to answer; with `block`, returns when the server is closed."""
@@ -191,15 +208,7 @@ class Server:
     def stats(self) -> dict[str, float]:
         """Counts and rates since the last call, queue lengths, and latencies."""
         return {
-            **self._statistics.collect(
-                "calls",
-                "replies",
-                "received_bytes",
-                "sent_bytes",
-                "errors",
-                "repeated",
-                "post_errors",
-            ),
+            **self._statistics.collect(),
             "clients": len(self.sessions),
             "waiting": sum(pool.waiting for pool in self._pools),
             "post_waiting": self._post.waiting,
@@ -232,29 +241,29 @@ class Server:
         The local one first: a client that finds the other looks for it.
         """
         options = (self.addr, self._keys, self._codec.max_bytes, self._poller)
-        listeners: list[Any] = []
-
-        def listen_locally() -> None:
-            try:
-                listeners.append(
-                    links.LocalListener(*options, self._receive, self._link_ended)
-                )
-            except OSError as error:
-                log.warning("%s has no local link: %s", self.name, error)
-
-        if links.LOCAL_AVAILABLE:
-            listen_locally()
+        listeners: list[Any] = self._listen_locally(options)
         try:
-            remote = zmq_links.RouterListener(
-                *options, self._receive, self._statistics.reject
+            listeners.append(
+                zmq_links.RouterListener(
+                    *options, self._receive, self._statistics.reject
+                )
             )
         except BaseException:
             for listener in listeners:
                 listener.close()
             raise
-        if links.LOCAL_AVAILABLE and not listeners:
-            listen_locally()  # The server before this one may have been ending.
-        return [*listeners, remote]
+        if len(listeners) == 1:  # The server before this one may have been ending.
+            listeners += self._listen_locally(options)
+        return listeners
+
+    def _listen_locally(self, options: ListenerOptions) -> list[Any]:
+        if not links.LOCAL_AVAILABLE:
+            return []
+        try:
+            return [links.LocalListener(*options, self._receive, self._link_ended)]
+        except OSError as error:
+            log.warning("%s has no local link: %s", self.name, error)
+            return []
 
     # The loop thread.
 
@@ -267,16 +276,8 @@ class Server:
             self._expire_at = now + HEARTBEAT
             if not late:
                 self._expire()
-        due = self._due()
-        if len(self.sessions) or self._held:
-            due = self._expire_at if due is None else min(due, self._expire_at)
-        handlers = self._poller.handlers
-        for descriptor, events in self._poller.wait(
-            None if due is None else max(0, due - now)
-        ):
-            handler = handlers.get(descriptor)
-            if handler is not None:
-                handler(events)
+        due = min(self._due(), self._expire_at)
+        self._poller.wait(max(0, due - now))
         self._after_receive()
 
     def _failed(self, error: Exception) -> None:
@@ -293,9 +294,6 @@ class Server:
 
     def _expire(self) -> None:
         self.sessions.expire()
-        held, self._held = self._held, set()
-        for link in held:
-            self._outbox.control(link, wire.STRANGER)  # It says HELLO again.
         for listener in self._listeners:
             listener.expire()
 
@@ -305,20 +303,19 @@ class Server:
 
     def _link_ended(self, link: Link) -> None:
         """A client's process has ended, or it will introduce itself again."""
-        self._held.discard(link)
         if link.session is not None and link.session.link is link:
             self.sessions.lost(link.session)
 
-    def _due(self) -> float | None:
-        """When the loop has to wake up although nothing came."""
-        return None
+    def _due(self) -> float:
+        """Returns when the loop has to wake up although nothing came."""
+        return math.inf
 
     def _after_receive(self) -> None:
         """Called last, when all messages that were there have been looked at."""
 
     def _receive(self, link: Link, frame: Any) -> None:
         """Handles a frame; whatever it holds, others are served as before."""
-        self._statistics.counts.received_bytes += len(frame)
+        self._statistics.counts["received_bytes"] += len(frame)
         try:
             message = self._codec.decode(frame)
         except wire.WireError as error:
@@ -351,9 +348,8 @@ class Server:
 
     def _hello(self, link: Link, message: wire.Message) -> None:
         try:
-            if self.sessions.hello(link, wire.message_tree(message)) is None:
-                self._hold(link)
-                return
+            if self.sessions.hello(link, message.value()) is None:
+                return  # It is not let in yet, and will ask again.
         except wire.WireError as error:
             self._statistics.reject("hello", str(error))
             refusal = {"kind": "hello", "message": str(error)}
@@ -362,21 +358,20 @@ class Server:
         welcome = make_welcome(self._identity, self._codec.max_bytes)
         self._outbox.control(link, wire.WELCOME, welcome)
 
-    def _hold(self, link: Link) -> None:
-        if len(self._held) >= MAX_HELD:
-            raise wire.WireError(f"{MAX_HELD} clients wait to be let in already")
-        self._held.add(link)
-
     def _call(self, session: ClientSession, message: wire.Message) -> None:
+        if not self._begin(session, message.seq, message.open):
+            return
         name = message.spec.method
-        method = self._methods.get(name)
-        if self._begin(session, message.seq, message.open):
-            try:
-                self._check(method, message)
-                assert method is not None
-                self._accept(session, message, method)
-            except wire.WireError as error:
-                self._refuse(session, message.seq, name, error)
+        try:
+            if name not in self._methods:
+                known = ", ".join(sorted(self._methods))
+                raise wire.WireError(f"there is no such method; there are: {known}")
+            method = self._methods[name]
+            if method.schema is not None:
+                check_schema(method.schema, message.spec, message.rows)
+            self._accept(session, message, method)
+        except wire.WireError as error:
+            self._refuse(session, message.seq, name, error)
 
     def _refuse(
         self, session: ClientSession, seq: int, name: str, error: wire.WireError
@@ -385,110 +380,98 @@ class Server:
         text = f"Server {self.name} refused '{name[:100]}': {error}"
         self._outbox.finish(session, seq, self._outbox.error(seq, "bad", text))
 
-    def _begin(
-        self, session: ClientSession, seq: int, open_calls: Sequence[int]
-    ) -> bool:
+    def _begin(self, session: ClientSession, seq: int, others: Sequence[int]) -> bool:
         """Registers a call; False if it is not to be applied, and was answered."""
-        state, reply = session.begin(seq, open_calls)
+        state, reply = session.begin(seq, others)
         if state == NEW:
-            self._statistics.counts.calls += 1
+            self._statistics.counts["calls"] += 1
             return True
         if state == REFUSED:
             text = f"{session.name} has more than {session.max_inflight} calls open"
             self._statistics.reject("credits", text)
             self._outbox.send(session, self._outbox.error(seq, "credits", text))
         elif reply is not None:
-            self._statistics.counts.repeated += 1
+            self._statistics.counts["repeated"] += 1
             self._outbox.send(session, reply)
         return False
-
-    def _check(self, method: Method | None, message: wire.Message) -> None:
-        if method is None:
-            known = ", ".join(sorted(self._methods))
-            raise wire.WireError(f"there is no such method; there are: {known}")
-        if method.schema is not None:
-            shape = (message.spec, message.rows)
-            if shape not in method.checked:
-                structures.check_schema(
-                    method.schema, message.spec.structure, message.rows
-                )
-                if len(method.checked) >= wire.MAX_CACHED_SPECS:
-                    method.checked.clear()
-                method.checked.add(shape)
 
     def _accept(
         self, session: ClientSession, message: wire.Message, method: Method
     ) -> None:
         """Hands a call to a worker."""
-        request, reply_memory = self._memory(session, message)
-        if request is None:
-            arguments = wire.message_tree(message)
-        else:
+        source, start, reply_memory = self._memory(session, message)
+        if message.flags & wire.IN_MEMORY:
             # The client takes its memory back with the reply; the function may keep
             # its arguments longer.
-            owned = bytearray(memoryview(request.pages)[: message.spec.nbytes])
-            arguments = message.spec.build(owned, 0, message.values)
-        if not isinstance(arguments, tuple):
-            raise wire.WireError("the arguments are not a tuple")
-        ticket = self._post.ticket() if method.postfn else None
+            source = bytearray(memoryview(source)[: message.spec.nbytes])
         now = time.perf_counter()
-        job = QueuedCall(
-            session, message.seq, method, arguments, reply_memory, ticket, now
-        )
-        method.pool.put(job, session.queues)
+        job = Job(method, [PendingCall(session, message.seq, now, reply_memory)])
+        job.data = message.spec.build(source, start)
+        if method.postfn:
+            job.ticket = self._post.ticket()
+        method.pool.put(job, session)
 
     def _memory(
         self, session: ClientSession, message: wire.Message
-    ) -> tuple[buffers.Mapping | None, Any]:
-        """Finds the client's memory for a call's arrays and for its reply."""
-        request, reply = message.places
-        if request == reply == wire.NOWHERE and not message.flags & wire.BULK:
-            return None, None
+    ) -> tuple[Any, int, Any]:
+        """Returns where a call's arrays are, from which byte on, and reply memory."""
+        if not (message.flags & wire.IN_MEMORY or message.reply):
+            return message.frame, message.start, None
         blocks = session.link.memory if session.link else None
         if blocks is None:
             raise wire.WireError("this client shares no memory with the server")
-        request_memory = reply_memory = None
-        if message.flags & wire.BULK:
-            request_memory = blocks.find(request)
-            if len(request_memory.pages) < message.spec.nbytes:
-                raise wire.WireError("the arrays are larger than their shared memory")
-        if reply != wire.NOWHERE:
-            reply_memory = blocks.find(reply).pages
-        return request_memory, reply_memory
+        reply = blocks.find(message.reply) if message.reply else None
+        if not message.flags & wire.IN_MEMORY:
+            return message.frame, message.start, reply
+        return blocks.find(message.request, message.spec.nbytes), 0, reply
 
-    # Worker threads.
+    # Worker threads, and the loop thread for quick batches.
 
-    def _work(self, job: Any) -> None:
-        method, after, info = job.method, None, None
-        if self._closing.is_set():
-            self._drop(job)
-            return
+    def _work(self, job: Job) -> None:
+        """Runs a function, answers its calls, and lets `postfn` have its turn."""
+        after = info = None
         try:
-            result = method.workfn(*job.arguments)
+            after, info = self._answer(job)
+        finally:
+            # Whatever happened: what comes after other replies waits for it.
+            if job.ticket is not None:
+                self._post.put(job.ticket, after, info)
+
+    def _answer(self, job: Job) -> tuple[Callable | None, Any]:
+        """Returns what is to be called after the replies, and with what."""
+        method, after, info = job.method, None, None
+        try:
+            if self._closing.is_set():
+                raise Unanswered
+            result = method.workfn(*job.arguments())
             if method.postfn:
                 result, info = result
-            spec, arrays, values = self._codec.result(method.name, result)
-            frame = self._outbox.reply(job.seq, spec, values, arrays, job.reply_memory)
+            frames = self._encode(job, result)
             after = method.postfn
         except Unanswered:
-            self._drop(job)
-            return
+            for call in job.calls:
+                call.session.forget(call.seq)
+            return None, None
         except Exception as error:
-            # Whatever a bound function raises belongs to its caller.
-            frame = self._outbox.exception(job.seq, method.name, error)
-        self._outbox.finish(job.session, job.seq, frame)
-        self._statistics.latencies.append(time.perf_counter() - job.received)
-        if job.ticket is not None:
-            self._post.put(job.ticket, after, info)
+            # Whatever a bound function raises belongs to its callers.
+            frames = [
+                self._outbox.exception(call.seq, method.name, error)
+                for call in job.calls
+            ]
+        for call, frame in zip(job.calls, frames):
+            self._outbox.finish(call.session, call.seq, frame)
+        now = time.perf_counter()
+        self._statistics.latencies.extend(now - call.received for call in job.calls)
+        return after, info
 
-    def _drop(self, job: QueuedCall) -> None:
-        """Leaves a call without an answer, since the server ends."""
-        job.session.forget(job.seq)
-        if job.ticket is not None:
-            self._post.put(job.ticket, None)
+    def _encode(self, job: Job, result: Any) -> list[bytes]:
+        """Returns the answer to each call of a job."""
+        spec, arrays = self._codec.flatten("", [result])
+        (call,) = job.calls
+        return [self._outbox.reply(call.seq, spec, arrays, call.reply_memory)]
 
     def _post_failed(self, error: BaseException) -> None:
-        self._statistics.counts.post_errors += 1
+        self._statistics.counts["post_errors"] += 1
         text = "".join(traceback.format_exception(error))
         log.error("%s: work after a reply failed:\n%s", self.name, text)
 

@@ -13,17 +13,14 @@ import logging
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from embodied.rpc import buffers, structures, wire
 from embodied.rpc.calls import Statistics
 from embodied.rpc.links import MESSAGE_SLACK, Link
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_INFLIGHT = 256  # Calls of one client that wait for a reply or its confirmation.
 MAX_AWAY = 1000  # Sessions of clients that are gone, kept for their return.
 AWAY_SECONDS = 600.0
@@ -35,13 +32,12 @@ log = logging.getLogger("embodied.rpc")
 
 
 class ClientSession:
-    """One client: who it is, what it may send, and its unconfirmed replies."""
+    """One client: its name, its limits, and its unconfirmed replies."""
 
     def __init__(self, client: bytes, hello: dict[str, Any]):
         self.client = client
         self.heard = time.monotonic()
         self.away = True  # Until it is admitted, and whenever it is gone.
-        self.queues: dict[Any, deque] = {}  # Per worker pool, while one is at work.
         # Calls that are worked on (None), or whose reply the client may not have.
         self._replies: dict[int, bytes | None] = {}
         self._highest = -1  # All calls up to here came, except the missing ones.
@@ -64,11 +60,6 @@ class ClientSession:
         if not 0 <= self.slots <= 1 << 20:
             raise wire.WireError(f"{self.slots} env slots are not possible")
 
-    @property
-    def kept(self) -> int:
-        """Calls that are worked on, or whose reply the client may not have."""
-        return len(self._replies)
-
     def begin(self, seq: int, open_calls: Sequence[int]) -> tuple[int, bytes | None]:
         """Registers a call: NEW, REPEATED (with its reply if there is one), REFUSED.
 
@@ -78,32 +69,21 @@ class ClientSession:
             the replies of all others, and will not send those again.
         """
         with self._lock:
-            replies = self._replies
-            next_one = seq == self._highest + 1 and not (open_calls or self._missing)
-            if next_one and all(replies.values()):
-                # The commonest case: the client has all its answers, and asks again.
-                replies.clear()
-                self._highest = seq
-                replies[seq] = None
-                return NEW, None
-            if seq in self._replies:
-                return REPEATED, self._replies[seq]
-            if seq <= self._highest and seq not in self._missing:
-                return REPEATED, None
-            for old in list(self._replies):
-                if old < seq and old not in open_calls and self._replies[old]:
-                    del self._replies[old]
-            if max(len(self._replies), len(open_calls)) >= self.max_inflight:
+            replies, missing = self._replies, self._missing
+            if seq in replies or (seq <= self._highest and seq not in missing):
+                return REPEATED, replies.get(seq)
+            for old, reply in list(replies.items()):
+                if reply and old < seq and old not in open_calls:
+                    del replies[old]
+            if max(len(replies), len(open_calls)) >= self.max_inflight:
                 return REFUSED, None
-            if seq > self._highest:
-                if self._missing or open_calls:
-                    late = range(self._highest + 1, seq)
-                    self._missing = {x for x in self._missing if x in open_calls}
-                    self._missing.update(x for x in open_calls if x in late)
-                self._highest = seq
-            else:
-                self._missing.discard(seq)
-            self._replies[seq] = None
+            if seq < self._highest:
+                missing.discard(seq)
+            elif missing or open_calls:
+                highest = self._highest
+                self._missing = {x for x in open_calls if x in missing or x > highest}
+            self._highest = max(seq, self._highest)
+            replies[seq] = None
             return NEW, None
 
     def finish(self, seq: int, frame: bytes) -> None:
@@ -163,7 +143,8 @@ class Sessions:
             return None
         self._sessions[client] = session
         session.link, link.session = link, session
-        self._arrive(session)
+        session.heard = time.monotonic()
+        self._mark(session, away=False)
         return session
 
     def get(self, link: Link) -> ClientSession | None:
@@ -192,8 +173,7 @@ class Sessions:
         if link is not None and link is not keep:
             self._discard(link)
         if not session.away:
-            session.away = True
-            self._depart(session)
+            self._mark(session, away=True)
 
     def expire(self) -> None:
         """Marks silent clients as gone, and forgets those gone for long."""
@@ -210,19 +190,19 @@ class Sessions:
             if index >= MAX_AWAY or silent > AWAY_SECONDS:
                 self.bye(session)
 
-    def _arrive(self, session: ClientSession) -> None:
-        session.away = False
-        session.heard = time.monotonic()
-        self._present += 1
+    def _mark(self, session: ClientSession, away: bool) -> None:
+        """Notes that a client has come or gone, and tells who wants to know."""
+        session.away = away
+        sign = -1 if away else 1
+        self._present += sign
         if session.slots:
-            self._slots[session.group] = self.slots(session.group) + session.slots
-        _tell(self.on_join, session)
-
-    def _depart(self, session: ClientSession) -> None:
-        self._present -= 1
-        if session.slots:
-            self._slots[session.group] = self.slots(session.group) - session.slots
-        _tell(self.on_leave, session)
+            slots = self.slots(session.group) + sign * session.slots
+            self._slots[session.group] = slots
+        for callback in self.on_leave if away else self.on_join:
+            try:
+                callback(session)
+            except Exception:
+                log.exception("A callback failed for client %s.", session.name)
 
 
 def make_hello(
@@ -264,16 +244,6 @@ def _read_client(hello: Any) -> bytes:
     return client
 
 
-def _tell(
-    callbacks: list[Callable[[ClientSession], None]], session: ClientSession
-) -> None:
-    for callback in callbacks:
-        try:
-            callback(session)
-        except Exception:
-            log.exception("A callback failed for client %s.", session.name)
-
-
 class Outbox:
     """Encodes answers, keeps them for calls that come twice, and sends them."""
 
@@ -283,44 +253,31 @@ class Outbox:
         self._counts = statistics.counts
 
     def reply(
-        self,
-        seq: int,
-        spec: structures.Spec,
-        values: Sequence[Any],
-        arrays: list[np.ndarray],
-        reply_memory: Any,
+        self, seq: int, spec: structures.Spec, arrays: list, memory: Any = None
     ) -> bytes:
         """Encodes a result, its arrays in the client's memory where they fit.
 
         Args:
           seq: the call's number.
           spec: of the result.
-          values: its plain values.
           arrays: its arrays.
-          reply_memory: what the client offered, or None.
+          memory: what the client offered, or None.
         """
-        size = spec.nbytes
-        in_memory = buffers.THRESHOLD <= size <= len(reply_memory or b"")
+        limit = self._codec.max_bytes
+        in_memory = buffers.THRESHOLD <= spec.nbytes <= len(memory or b"")
+        nbytes = 0 if in_memory else spec.nbytes
+        if nbytes > limit or nbytes + len(spec.encoded) > limit + MESSAGE_SLACK:
+            raise wire.WireError(
+                f"a reply of {nbytes + len(spec.encoded)} bytes is more than the limit "
+                f"of {limit}"
+            )
         if in_memory:
-            buffers.write(memoryview(reply_memory), spec, arrays)
-        elif spec.nbytes > self._codec.max_bytes:
-            raise self._too_large(spec.nbytes)
-        frame = self._codec.encode(
-            wire.REPLY, seq, spec, values, arrays, in_memory=in_memory
-        )
-        if len(frame) > self._codec.max_bytes + MESSAGE_SLACK:
-            raise self._too_large(len(frame))
-        return frame
-
-    def _too_large(self, nbytes: int) -> wire.WireError:
-        return wire.WireError(
-            f"a reply of {nbytes} bytes is more than the limit of "
-            f"{self._codec.max_bytes}"
-        )
+            buffers.copy_into(structures.payload_arrays(spec, memory), arrays)
+        return wire.encode(wire.REPLY, seq, spec, arrays, in_memory=in_memory)
 
     def exception(self, seq: int, method: str, error: Exception) -> bytes:
         """Encodes what a function raised."""
-        self._counts.errors += 1
+        self._counts["errors"] += 1
         text = "".join(traceback.format_exception(error))
         message = f"'{method}' of server {self._server} failed: {error}"
         return self.error(seq, "exception", message, type(error).__name__, text)
@@ -335,15 +292,13 @@ class Outbox:
             "type": _sendable(type_name),
             "traceback": _sendable(text[-20_000:]),
         }
-        structure, arrays, values = wire.flatten(error)
-        spec = self._codec.spec("", structure)
-        return self._codec.encode(wire.ERROR, seq, spec, values, arrays)
+        return wire.encode(wire.ERROR, seq, *self._codec.flatten("", [error]))
 
     def finish(self, session: ClientSession, seq: int, frame: bytes) -> None:
         """Answers a call, for good."""
         session.finish(seq, frame)
         self.send(session, frame)
-        self._counts.replies += 1
+        self._counts["replies"] += 1
 
     def send(self, session: ClientSession, frame: bytes) -> None:
         """Sends an answer.
@@ -352,7 +307,7 @@ class Outbox:
         """
         link = session.link
         if link is not None and link.send(frame):
-            self._counts.sent_bytes += len(frame)
+            self._counts["sent_bytes"] += len(frame)
 
     def control(self, link: Link, kind: int, data: Any = None) -> None:
         """Sends a message that answers no call."""

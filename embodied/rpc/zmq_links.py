@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import socket as sockets
 import threading
 import time
 import weakref
@@ -25,10 +26,12 @@ from embodied.rpc.threads import Poller, Wakeup
 HANDSHAKE_MS = 5_000  # A connection that does not identify itself by then is closed.
 SEND_QUEUE = 512  # Messages; above what well-behaved clients can have in flight.
 
-# Handshakes that fail without a reason: the keys do not match, or the connection is
-# cut again and again. So many in a row, over so many seconds, count as the former; from
-# a server whose keys did match before, they have to go on for longer.
+# Handshakes that fail without a reason: the keys do not match, the connection is cut
+# again and again, or something accepts it in place of a server that is not up yet. So
+# many in a row, over so many seconds, make it worth asking who is there; from a server
+# whose keys did match before, they have to go on for longer.
 FAILED_HANDSHAKES = 8
+GREETING_SECONDS = 1.0  # In which a ZeroMQ server sends its first bytes.
 FAILED_SECONDS, FAILED_SECONDS_IF_KNOWN = 4.0, 60.0
 
 # As plain integers: pyzmq's enums cost a microsecond at each use.
@@ -170,7 +173,7 @@ class RouterListener:
     @property
     def refused(self) -> int:
         """Handshakes with keys that are not allowed."""
-        return sum(self._gate.refused.values()) if self._gate else 0
+        return self._gate.refused if self._gate else 0
 
     def expire(self) -> None:
         """Does nothing: libzmq closes connections that do not identify themselves."""
@@ -213,6 +216,7 @@ class DealerLink(Link):
 
     def __init__(self, addr: str, identity: bytes, keys: auth.Keys | None):
         super().__init__()
+        self._addr = addr
         self._known = False  # Whether the keys have ever matched.
         self._failed = 0  # Handshakes in a row.
         self._failing_since = 0.0
@@ -276,8 +280,27 @@ class DealerLink(Link):
             self._failing_since = now
         self._failed += 1
         seconds = FAILED_SECONDS_IF_KNOWN if self._known else FAILED_SECONDS
-        enough = now - self._failing_since >= seconds
-        return enough and self._failed >= FAILED_HANDSHAKES
+        if now - self._failing_since < seconds or self._failed < FAILED_HANDSHAKES:
+            return False
+        # A server that cannot read a handshake, since it was meant for another key,
+        # closes the connection without a word, but it has greeted before. A proxy
+        # whose server is not up yet does not greet.
+        return _is_zmq_server(self._addr)
+
+
+def _is_zmq_server(addr: str) -> bool:
+    """Returns whether ZeroMQ greets whoever connects to an address (ZMTP 3)."""
+    host, port = auth.parse_address(addr)
+    greeting = b""
+    try:
+        with sockets.create_connection(
+            (host.strip("[]"), port), GREETING_SECONDS
+        ) as connection:
+            while len(greeting) < 10 and (data := connection.recv(64)):
+                greeting += data
+    except OSError:
+        return False
+    return greeting[:1] == b"\xff" and greeting[9:10] == b"\x7f"
 
 
 def _contents(frame: zmq.Frame) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -13,6 +14,8 @@ from types import FrameType
 # Notes that the process that a person has started prints at once.
 SAVING = "Interrupted: saving, then leaving. Ctrl-C again leaves now."
 STOPPING = "Interrupted: stopping. Ctrl-C again leaves now."
+
+ERASE_LINE = "\r\x1b[K"  # Control codes for a terminal.
 
 _STDOUT = 1
 
@@ -57,26 +60,42 @@ def stop_on_signals(note: str = "") -> Iterator[threading.Event]:
 
 class _Printer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        # Through `print`, since a live display redirects it to above itself.
+        # Through `print`, since a live display redirects it to above itself. That of
+        # another process is on this line of the terminal, and is drawn again below.
         kind = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
-        print(f"{kind}{record.getMessage()}", flush=True)
+        erase = ERASE_LINE if sys.stdout.isatty() else ""
+        print(f"{erase}{kind}{record.getMessage()}", flush=True)
+        for handler in logging.getLogger().handlers:
+            if record.levelno >= handler.level and not _is_on_terminal(handler):
+                handler.handle(record)
+
+
+def _is_on_terminal(handler: logging.Handler) -> bool:
+    """Whether a handler prints, so that a person would read messages twice."""
+    standard = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    # That of absl, which dm_control brings, has another handler inside.
+    inner = getattr(handler, "python_handler", handler)
+    return getattr(inner, "stream", None) in standard
 
 
 @contextlib.contextmanager
 def show_messages() -> Iterator[None]:
     """Prints log messages of the framework, of level INFO and above, in the body.
 
-    Does nothing where they are printed already.
+    Handlers of the root logger get them, too, unless they print: some libraries add
+    such a one when they are imported. Does nothing where messages are printed already.
     """
     log = logging.getLogger("embodied")
     if any(isinstance(handler, _Printer) for handler in log.handlers):
         yield
         return
-    printer, level = _Printer(), log.level
+    printer, level, propagate = _Printer(), log.level, log.propagate
     log.addHandler(printer)
     log.setLevel(logging.INFO)
+    log.propagate = False
     try:
         yield
     finally:
+        log.propagate = propagate
         log.setLevel(level)
         log.removeHandler(printer)

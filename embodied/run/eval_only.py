@@ -3,13 +3,14 @@
 Files that it writes, below the logdir, for an agent of step 1000:
 
     eval/1000.json          scores, their mean and its confidence interval
-    eval/1000-image.gif     an episode, by key of the image
+    eval/1000-image.mp4     an episode, by key of the image; a GIF without ffmpeg
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -21,13 +22,14 @@ from embodied.base import Agent, Array
 from embodied.checkpoint import CheckpointError, write_file
 from embodied.clock import LocalClock
 from embodied.episodes import Episodes
-from embodied.logger.output import encode_gif
+from embodied.logger.output import encode_video
 from embodied.run.collecting import Evaluator, MakeEnv, make_driver
 from embodied.run.console import STOPPING, stop_on_signals
 from embodied.run.metrics import Meter
 from embodied.run.saving import load_agent
 from embodied.run.training_run import Limit
 from embodied.run.usage import Usage
+from embodied.run.viewer import Window, pick_frame
 
 FOLDER = "eval"  # In the logdir.
 CONFIDENCE = 0.95
@@ -107,7 +109,7 @@ def eval_only(
     `args.steps`, `args.duration`, Ctrl-C and SIGTERM end it before that. Metrics are
     logged at the step at which the agent was saved. Scores are written to a JSON file
     in `args.logdir`, with a video of the last episode of the first environment beside
-    it if there are images.
+    it if there are images, and a window shows that environment with `args.render`.
 
     Args:
       make_agent: makes the agent, of which only `load`, `init_policy` and `policy`
@@ -123,20 +125,17 @@ def eval_only(
       CheckpointError: `from_checkpoint` is not given, or there is no checkpoint, or
         the results cannot be written.
     """
-    if not args.from_checkpoint:
-        raise CheckpointError(
-            "run.from_checkpoint: expected the logdir of a run to evaluate, got ''."
-        )
+    _check_source(args)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(STOPPING))
         agent = make_agent()
-        source, regex = args.from_checkpoint, args.from_checkpoint_regex
-        key = "logdir" if source == args.logdir else "run.from_checkpoint"
-        step = load_agent(agent, source, regex, key)
+        step = _load(agent, args)
         logger = stack.enter_context(contextlib.closing(make_logger()))
         logger.step.load(step)
         amount = args.eval_eps
+        window = _open_window(stack, args)
         driver = make_driver(make_env, 0, min(args.envs, amount), args)
+        driver.on_step(functools.partial(_show, window))
         episodes, videos = Episodes(timeout=0), dict[str, Array]()
         evaluator = stack.enter_context(
             Evaluator(agent, driver, amount, logger, episodes)
@@ -170,6 +169,31 @@ def eval_only(
     return result
 
 
+def _load(agent: Agent, args: Any) -> int:
+    source, regex = args.from_checkpoint, args.from_checkpoint_regex
+    key = "logdir" if source == args.logdir else "run.from_checkpoint"
+    return load_agent(agent, source, regex, key)
+
+
+def _check_source(args: Any) -> None:
+    if not args.from_checkpoint:
+        raise CheckpointError(
+            "run.from_checkpoint: expected the logdir of a run to evaluate, got ''."
+        )
+
+
+def _open_window(stack: contextlib.ExitStack, args: Any) -> Window | None:
+    if not getattr(args, "render", False):
+        return None
+    return stack.enter_context(contextlib.closing(Window("Evaluation")))
+
+
+def _show(window: Window | None, transition: dict[str, Array], worker: int) -> None:
+    frame = pick_frame(transition) if window and worker == 0 else None
+    if window is not None and frame is not None:
+        window.show(frame)
+
+
 def write_result(
     logdir: str, source: str, result: Evaluation, videos: Mapping[str, Array]
 ) -> str:
@@ -184,9 +208,12 @@ def write_result(
       videos: [T, H, W, C] uint8 by key of the image.
     """
     stem = f"{FOLDER}/{result.step}"
-    names = {key: f"{stem}-{re.sub('[^A-Za-z0-9_-]', '_', key)}.gif" for key in videos}
+    names = []
     for key, video in videos.items():
-        write_file(logdir, names[key], encode_gif(video, VIDEO_FPS))
+        ending, encoded = encode_video(video, VIDEO_FPS)
+        key = re.sub("[^A-Za-z0-9_-]", "_", key.removeprefix("log/"))
+        names.append(f"{stem}-{key}.{ending}")
+        write_file(logdir, names[-1], encoded)
     content = {
         "checkpoint": str(source),
         "step": result.step,
@@ -202,7 +229,7 @@ def write_result(
             key: [_for_json(value) for value in values]
             for key, values in sorted(result.largest.items())
         },
-        "videos": sorted(names.values()),
+        "videos": sorted(names),
     }
     write_file(logdir, f"{stem}.json", json.dumps(content).encode())
     return f"{logdir}/{stem}.json"

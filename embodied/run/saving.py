@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -20,13 +21,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from embodied.base import Agent, Tree
-from embodied.checkpoint import Checkpoint, CheckpointError, FileRecord, Manifest
+from embodied.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    DiskTooSmallError,
+    FileRecord,
+    Manifest,
+    write_file,
+)
 from embodied.driver import EnvError
 from embodied.replay import Replay, ReplayCut, SavedReplay
 from embodied.run.live import SAVE, note_event
 from embodied.run.settings import RunSettings
 
 FOLDER = "ckpt"  # In the logdir.
+CONFIG_FILE = "config.yaml"
 AGENT = "agent"
 LOGGER = "logger"
 
@@ -58,6 +67,14 @@ class StepCount:
         self._counter.load(int(data["step"]))
 
 
+def rewind(logger: Any) -> None:
+    """Has a logger take back what it has shown of steps after its present one.
+
+    Loggers of users need not know how.
+    """
+    getattr(logger, "rewind", lambda: None)()
+
+
 class PartWriter:
     """Writes parts of checkpoints, and removes those that were not committed.
 
@@ -73,6 +90,7 @@ class PartWriter:
         self._suffix = suffix
         self._tag = ""
         self._saved: list[SavedReplay] = []  # Under that tag.
+        self._warned = False  # Whether it was looked if the disk has room for more.
 
     def write(
         self, tag: str, states: Mapping[str, Tree | ReplayCut]
@@ -89,6 +107,7 @@ class PartWriter:
         """
         self._tag, self._saved = tag, []
         records: list[FileRecord] = []
+        parts: list[FileRecord] = []
         try:
             with contextlib.ExitStack() as stack:
                 for state in states.values():
@@ -102,11 +121,31 @@ class PartWriter:
                         records += saved.records(self._root)
                         state = saved.data
                     name += self._suffix
-                    records += self._checkpoint.write_part(tag, name, state)
+                    parts += self._checkpoint.write_part(tag, name, state)
         except BaseException:
             self.discard(tag)
             raise
-        return records
+        self._warn_of_room(parts)
+        return records + parts
+
+    def _warn_of_room(self, parts: list[FileRecord]) -> None:
+        """Says so at the first save if the disk cannot hold as many as are kept."""
+        if self._warned:
+            return
+        self._warned = True
+        with contextlib.suppress(CheckpointError, OSError):  # No reason not to save.
+            nbytes = sum(record.size for record in parts)
+            if problem := self._checkpoint.find_room_problem(nbytes):
+                logger.warning(problem)
+
+    def discard_uncommitted(self) -> None:
+        """Removes the files of replays of the last save, if nobody has committed it.
+
+        Call it before the state of the next save is taken: who conducted the last one
+        may have died before it could say that it failed.
+        """
+        if self._saved and not self._checkpoint.may_be_committed(self._tag):
+            self.discard(self._tag)
 
     def discard(self, tag: str) -> None:
         """Removes the files of replays that the last `write` wrote under a tag.
@@ -219,6 +258,9 @@ class RunCheckpoint:
 
         A full disk or the like is a warning: the last checkpoint is untouched, and
         training goes on.
+
+        Raises:
+          DiskTooSmallError: no save could ever succeed, which the first one finds.
         """
         step = int(self._counter)
         if step == self._saved:
@@ -233,9 +275,12 @@ class RunCheckpoint:
             records = self._writer.write(tag, states)
             self._checkpoint.commit(tag, records, {"step": step})
         except CheckpointError as error:
-            logger.warning("Step %d was not saved. %s", step, error)
             if tag:
                 self._take_back(tag)
+            if isinstance(error, DiskTooSmallError):
+                raise
+            stands = self._checkpoint.what_stands()
+            logger.warning("Step %d was not saved. %s %s", step, error, stands)
             return False
         self._saved = step
         note_event(SAVE, f"Saved step {step}.", step=step, tag=tag)
@@ -304,6 +349,33 @@ def must_continue(logdir: str | os.PathLike[str]) -> Iterator[None]:
             f"logdir: {logdir} holds a run with other settings. {error} Use those "
             "settings again, or another --logdir."
         ) from error
+
+
+def describe_run(logdir: str | os.PathLike[str], agent: Agent) -> None:
+    """Writes `config.yaml`, for other programs, unless the logdir has one.
+
+    Args:
+      logdir: of the run.
+      agent: with the whole configuration as its attribute `config`; nothing is written
+        for one that has none.
+    """
+    config = getattr(agent, "config", None)
+    if config and not Path(logdir, CONFIG_FILE).exists():
+        content = config_yaml({**config, "logdir": str(logdir)})
+        write_file(Path(logdir), CONFIG_FILE, content)
+
+
+def config_yaml(config: Mapping[str, Any]) -> bytes:
+    """Returns a configuration as `config.yaml` has it."""
+    # Here, because importing the framework should not import its parser.
+    from ruamel.yaml import YAML
+
+    yaml: Any = YAML(typ="safe")
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    content = io.BytesIO()
+    yaml.dump(dict(config), content)
+    return content.getvalue()
 
 
 @dataclasses.dataclass(frozen=True)

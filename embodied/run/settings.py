@@ -59,6 +59,7 @@ class RunSettings:
     envs_per_worker: int = 1
     env_offset: int = 0
     env_timeout: float = 300.0
+    render: bool = False
 
     # Checkpoints and failures.
     from_checkpoint: str
@@ -67,6 +68,7 @@ class RunSettings:
     max_nonfinite: int = 50
     restarts: Mapping[str, int] = dataclasses.field(default_factory=_restarts)
     stall_timeout: float = 1800.0
+    stop_timeout: float = 60.0
 
     # Started by the program, beside the run.
     view: bool = False

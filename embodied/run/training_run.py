@@ -18,7 +18,7 @@ from embodied.run.collecting import Collector, Evaluator, MakeEnv
 from embodied.run.console import SAVING, stop_on_signals
 from embodied.run.live import LiveFile, Rate, record_run
 from embodied.run.metrics import Meter
-from embodied.run.saving import RunCheckpoint, must_continue
+from embodied.run.saving import RunCheckpoint, describe_run, must_continue, rewind
 from embodied.run.settings import RunSettings
 from embodied.run.trainer import MakeStream, Trainer
 from embodied.run.usage import Usage
@@ -255,7 +255,10 @@ def open_run(
         stop = stack.enter_context(stop_on_signals(SAVING))
         logger = stack.enter_context(contextlib.closing(make_logger()))
         agent = make_agent()
+        describe_run(settings.logdir, agent)
         replays = {name: make() for name, make in make_replays.items()}
+        for replay in replays.values():
+            replay.use_context(settings.replay_context)
         replay = replays[TRAIN_REPLAY]
         limiter = make_limiter(settings)
         checkpoint = RunCheckpoint(
@@ -263,6 +266,7 @@ def open_run(
         )
         with must_continue(settings.logdir):
             checkpoint.restore()
+        rewind(logger)
         limiter.available(len(replay), replay.full)
         # Without a timeout: a pause, as for a report, must not abandon episodes.
         episodes = Episodes(timeout=0)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from embodied.base import Env
+from embodied.wrappers.batch_wrappers import FitBatch
 from embodied.wrappers.checking import CheckSpaces, SpaceError, Wrapper
 from embodied.wrappers.episode_wrappers import (
     ActionRepeat,
+    AddFrames,
+    NotRenderable,
     RestartOnException,
     TimeLimit,
 )
@@ -19,10 +22,13 @@ from embodied.wrappers.value_wrappers import (
 
 __all__ = [
     "ActionRepeat",
+    "AddFrames",
     "CheckSpaces",
     "ClipAction",
     "DiscretizeAction",
+    "FitBatch",
     "NormalizeAction",
+    "NotRenderable",
     "ResizeImage",
     "RestartOnException",
     "SpaceError",

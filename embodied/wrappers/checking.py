@@ -283,7 +283,7 @@ def _check_required(
         )
 
 
-def refuse_strings(spaces: Spaces, kind: str, env: Env) -> Spaces:
+def refuse_strings(spaces: Spaces, kind: str, env: Any) -> Spaces:
     """Returns the spaces, if all of them are of numbers."""
     for key, space in spaces.items():
         if space.dtype.kind == "U":

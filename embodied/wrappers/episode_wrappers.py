@@ -1,4 +1,4 @@
-"""Wrappers that change when episodes begin and end; where the env is stepped."""
+"""Wrappers about episodes: begin, end and frames; where the env is stepped."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from embodied.base import Env
-from embodied.wrappers.checking import SpaceError, Step, Wrapper, env_name
+from embodied.base import Env, Spaces
+from embodied.space import Space
+from embodied.wrappers.checking import SpaceError, Step, Wrapper, brief, env_name
+from embodied.wrappers.value_wrappers import resize_image
 
 _logger = logging.getLogger(__name__)
 
@@ -185,3 +187,66 @@ class RestartOnException(Wrapper):
                 f"and {new.act_space}. make_env must make the same one every time."
             )
         return obs
+
+
+class NotRenderable(Exception):
+    """An environment draws no frames; the message says why."""
+
+
+class AddFrames(Wrapper):
+    """Adds what the environment's `render()` draws, as `log/frame` [H, W, 3] uint8.
+
+    The first episode begins when it is made, to know the size of frames.
+
+    Args:
+      env: has a method `render` that returns an image [H, W, 3] uint8.
+      active: draw; if not, frames are black, as for all but one of several.
+      longest: side of frames; larger ones are made smaller.
+
+    Raises:
+      NotRenderable: it has no such method, or that fails.
+    """
+
+    KEY = "log/frame"
+
+    def __init__(self, env: Env, active: bool = True, longest: int = 320):
+        super().__init__(env)
+        self._active = active
+        self._longest = longest
+        if not hasattr(env, "render"):
+            raise NotRenderable("it has no method render")
+        actions = super().act_space.items()
+        nothing = {key: np.zeros(space.shape, space.dtype) for key, space in actions}
+        self._first: Step | None = env.step({**nothing, "reset": np.bool_(True)})
+        self._frame = self._draw()
+
+    @property
+    def obs_space(self) -> Spaces:
+        """That of the wrapped environment, and the frame."""
+        return {**super().obs_space, self.KEY: Space(np.uint8, self._frame.shape)}
+
+    def step(self, action: Step) -> Step:
+        """Steps and draws."""
+        first, self._first = self._first, None
+        obs = first if first is not None and action["reset"] else self.env.step(action)
+        frame = self._draw() if self._active else np.zeros_like(self._frame)
+        return {**obs, self.KEY: frame}
+
+    def _draw(self) -> np.ndarray:
+        try:
+            frame = self.env.render()  # type: ignore[attr-defined]
+        except Exception as error:
+            raise NotRenderable(f"{type(error).__name__}: {error}") from error
+        frame = np.asarray(frame)
+        if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
+            raise NotRenderable(
+                f"render returned {brief(frame)}, not an image [H, W, 3] uint8"
+            )
+        longest = max(frame.shape[:2])
+        if longest > self._longest:
+            height, width = (
+                max(1, round(side * self._longest / longest))
+                for side in frame.shape[:2]
+            )
+            frame = resize_image(frame, (height, width))
+        return frame

@@ -46,7 +46,7 @@ class _ActionWrapper(Wrapper):
             if value.shape != self._outer.shape or value.dtype.kind not in "biuf":
                 advice = "Pass an array of that shape and dtype."
                 raise self._error(self._outer, value, advice)
-            action = {**action, self._key: self._convert(value)}
+            action = {**action, self._key: self.convert(value)}
         return self.env.step(action)
 
     def _error(self, expected: Any, value: Any, advice: str) -> SpaceError:
@@ -55,7 +55,8 @@ class _ActionWrapper(Wrapper):
     def _replace(self, space: Space) -> Space:
         raise NotImplementedError(f"{type(self).__name__}._replace")
 
-    def _convert(self, value: np.ndarray) -> Array:
+    def convert(self, value: np.ndarray) -> Array:
+        """Converts values [..., *shape] of actions."""
         raise NotImplementedError(f"{type(self).__name__}._convert")
 
 
@@ -78,7 +79,8 @@ class ClipAction(_ActionWrapper):
             )
         return Space(space.dtype, space.shape, low, high)
 
-    def _convert(self, value: np.ndarray) -> Array:
+    def convert(self, value: np.ndarray) -> Array:
+        """Clips values [..., *shape]."""
         return np.clip(value, self._outer.low, self._outer.high)
 
 
@@ -98,7 +100,8 @@ class NormalizeAction(_ActionWrapper):
         low, high = np.where(self._finite, -1, low), np.where(self._finite, 1, high)
         return Space(space.dtype, space.shape, low, high)
 
-    def _convert(self, value: np.ndarray) -> Array:
+    def convert(self, value: np.ndarray) -> Array:
+        """Scales values [..., *shape]."""
         share = (value.astype(np.float64) + 1) / 2
         scaled = self._low * (1 - share) + self._high * share
         scaled = np.where(self._finite, scaled, value).astype(self._inner.dtype)
@@ -125,7 +128,8 @@ class DiscretizeAction(_ActionWrapper):
         self._values = np.linspace(low, high, self._bins).astype(space.dtype)
         return Space(np.int32, space.shape, 0, self._bins)
 
-    def _convert(self, value: np.ndarray) -> Array:
+    def convert(self, value: np.ndarray) -> Array:
+        """Looks the values of bins up."""
         if value.astype(np.int32) not in self._outer:
             advice = f"Pass the index of one of the {self._bins} bins."
             raise self._error(self._outer, value, advice)
@@ -144,11 +148,11 @@ class UnifyDtypes(Wrapper):
         self._env_obs_space = refuse_strings(super().obs_space, "observation", env)
         self._env_act_space = refuse_strings(super().act_space, "action", env)
         self._obs_space = {
-            key: _unify(space, "observation", key, env)
+            key: unified_space(space, "observation", key, env)
             for key, space in self._env_obs_space.items()
         }
         self._act_space = {
-            key: _unify(space, "action", key, env)
+            key: unified_space(space, "action", key, env)
             for key, space in self._env_act_space.items()
         }
         self._obs_keys = _changed(self._env_obs_space, self._obs_space)
@@ -205,7 +209,7 @@ class UnifyDtypes(Wrapper):
         return cast
 
 
-def _unify(space: Space, kind: str, key: str, env: Env) -> Space:
+def unified_space(space: Space, kind: str, key: str, env: Env) -> Space:
     """Returns the space of the same values in the dtype that agents take."""
     if space.dtype in (np.float32, np.int32, np.uint8, np.bool_):
         return space
@@ -247,7 +251,7 @@ class ResizeImage(Wrapper):
         if min(self._size) < 1:
             raise ValueError(f"Expected a positive height and width, got {size}.")
         spaces = super().obs_space
-        images = [key for key, space in spaces.items() if _is_image(space)]
+        images = [key for key, space in spaces.items() if is_image(space)]
         matched = [key for key in images if re.fullmatch(pattern, key)]
         if not matched:
             raise SpaceError.of(
@@ -273,21 +277,26 @@ class ResizeImage(Wrapper):
     def step(self, action: Step) -> Step:
         """Steps and resizes."""
         obs = self.env.step(action)
-        return {**obs, **{key: self._resize(obs[key]) for key in self._keys}}
-
-    def _resize(self, image: np.ndarray) -> np.ndarray:
-        # Here, because importing the framework should not import Pillow.
-        from PIL import Image
-
-        size = (self._size[1], self._size[0])
-        # Pillow knows images of three channels, and single ones for all others.
-        planes = [image] if image.shape[2] == 3 else list(np.moveaxis(image, 2, 0))
-        resized = [
-            np.asarray(Image.fromarray(plane).resize(size, Image.Resampling.BILINEAR))
-            for plane in planes
-        ]
-        return resized[0] if image.shape[2] == 3 else np.stack(resized, axis=2)
+        return {
+            **obs,
+            **{key: resize_image(obs[key], self._size) for key in self._keys},
+        }
 
 
-def _is_image(space: Space) -> bool:
+def resize_image(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Resizes an image [H, W, C] uint8 to height and width."""
+    # Here, because importing the framework should not import Pillow.
+    from PIL import Image
+
+    # Pillow knows images of three channels, and single ones for all others.
+    planes = [image] if image.shape[2] == 3 else list(np.moveaxis(image, 2, 0))
+    resized = [
+        np.asarray(Image.fromarray(plane).resize(size[::-1], Image.Resampling.BILINEAR))
+        for plane in planes
+    ]
+    return resized[0] if image.shape[2] == 3 else np.stack(resized, axis=2)
+
+
+def is_image(space: Space) -> bool:
+    """Returns whether a space is 3-dimensional and uint8."""
     return space.dtype == np.uint8 and len(space.shape) == 3

@@ -143,6 +143,19 @@ class TestStored:
         assert audit.read_stored(tmp_path).problems == ["there is no checkpoint"]
 
 
+def test_roles_that_went_back_to_the_same_save():
+    windows = [
+        Window("kill_agent", 10.0, 11.0, 13.0, ("agent",)),
+        Window("kill_replay", 10.0, 14.0, 15.0, ("replay",)),
+        Window("kill_agent", 20.0, 21.0, 22.0, ("agent",)),
+        Window("kill_replay", 30.0, 31.0, 32.0, ("replay", "logger")),
+        Window("kill_several", 40.0, 41.0, 42.0, ("replay", "agent")),
+        Window("kill_launcher", 50.0, 51.0, 52.0, ("launcher",)),
+    ]
+    both = audit.lost_together(windows, "agent", "replay")
+    assert both == [(10.0, 15.0), (40.0, 42.0)]
+
+
 class TestLosses:
     times = 1000.0 + np.arange(500) * 0.1
 

@@ -32,6 +32,7 @@ ATARI = {
 
 CONTRACT = {
     "logdir": "~/logdir/{timestamp}",
+    "logdir_access": "user",  # Ours.
     "replica": 0,
     "replicas": 1,
     "task": "dummy_disc",
@@ -87,11 +88,13 @@ CONTRACT = {
         "env_offset": 0,
         "actor_timeout": 0.05,
         "env_timeout": 300,
+        "stop_timeout": 60.0,
         "stall_timeout": 1800,
         "view": False,
         "restarts": {"env": 10, "replay": 3, "logger": 3, "agent": 3},
         "keep": 3,
         "max_nonfinite": 50,
+        "render": False,
     },
     "view": {
         "host": "127.0.0.1",
@@ -141,9 +144,10 @@ CONTRACT = {
         "mps": "auto",
         "table_only": False,
     },
+    "plot": {"runs": ("none",), "out": "", "metric": "episode/score"},
     "logger": {
-        "outputs": ("jsonl", "tensorboard"),
-        "filter": "score|length|fps|ratio|train/loss/|train/rand/",
+        "outputs": ("jsonl", "tensorboard", "terminal"),
+        "filter": "episode/(score|length)|train/opt/loss|updates_per_second",
         "timer": True,
         "fps": 15,
         "user": "",
@@ -181,6 +185,16 @@ CONTRACT = {
             "length": 36000,
         },
         "grid": {"size": (48, 48), "length": 10},
+        "envpool": {
+            "size": (96, 96),
+            "repeat": 4,
+            "sticky": True,
+            "gray": True,
+            "actions": "all",
+            "noops": 30,
+            "threads": 0,
+        },
+        "gym": {"size": (0, 0), "info_keys": ("none",), "vector": "none"},
         "minigrid": {"size": (64, 64), "full": False},
         "procgen": {"size": (96, 96), "resize": "pillow"},
         "loconav": {"size": (64, 64), "repeat": 1, "camera": -1},

@@ -10,7 +10,7 @@ MISTAKES = {
     "unknown key": ("--run.enws 8", "--run.enws 8", "no such key", "--run.envs?"),
     "key without its group": ("--envs 8", "--envs 8", "no such key", "--run.envs?"),
     "misspelt end of a key": ("--unitz 8", "--unitz 8", "no such key", ".units?"),
-    "a group": ("--run 8", "--run 8", "group of 43", "--run.steps"),
+    "a group": ("--run 8", "--run 8", "group of 45", "--run.steps"),
     "pattern without a match": (
         r"--.*\.unitz 8",
         r"--.*\.unitz 8",
@@ -19,6 +19,7 @@ MISTAKES = {
     ),
     "pattern that is only a prefix": (r"--(run)\.env 8", "no key as a whole"),
     "broken pattern": ("--(run 8", "--(run 8", "not a regular expression"),
+    "configs without its s": ("--config size1m", "no such key", "--configs?"),
     "unknown block": ("--configs size1x", "--configs size1x", "debug", "size1m?"),
     "no block": ("--configs", "--configs", "debug", "no value"),
     "value without a flag": ("8 --seed 1", "'8'", "expected a flag"),
@@ -65,8 +66,17 @@ MISTAKES = {
     "regex": ("--run.from_checkpoint_regex (", "regular expression", "'('"),
     "filter": ("--logger.filter (", "logger.filter", "regular expression"),
     "logdir": ("--logdir=", "logdir", "not empty", "''"),
+    "bucket": ("--logdir s3://bucket/run", "folder of this machine", "s3://bucket/run"),
+    "file URL": ("--logdir file:///tmp/run", "logdir", "folder of this machine"),
+    "logdir to fill in": (
+        "--logdir runs/{tsk}",
+        "{task}",
+        "got 'runs/{tsk}'",
+    ),
     # Combinations.
     "suite": ("--task dumy_disc", "task", "dummy, ", "'dumy_disc'", "dummy_disc?"),
+    "id of Gymnasium": ("--task CartPole-v1", "task", "Did you mean gym_CartPole-v1?"),
+    "spaced id": ("--task ALE/Pong-v5", "Did you mean gym_ALE/Pong-v5?"),
     "suite alone": ("--task dummy", "task", "dummy_NAME", "disc, cont"),
     "actor batch": (
         "--run.actor_batch 5 --run.envs 4",

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dreamerv3.cli import texts
 from dreamerv3.cli.config import (
     ConfigError,
     flatten,
@@ -19,6 +18,7 @@ from dreamerv3.cli.config import (
     read_blocks,
     read_config,
 )
+from dreamerv3.cli.help_pages import help_text
 from dreamerv3.cli.logdir import prepare_logdir
 from dreamerv3.cli.schema import CONFIGS, read_keys
 from embodied.envs import registry
@@ -53,9 +53,9 @@ class TestFlags:
             (["--env.dmc.size", "80,64"], "env.dmc.size", (80, 64)),
             (["--logger.outputs", "terminal"], "logger.outputs", ("terminal",)),
             (
-                ["--logger.outputs+", "terminal"],
+                ["--logger.outputs", "jsonl", "--logger.outputs+", "terminal"],
                 "logger.outputs",
-                ("jsonl", "tensorboard", "terminal"),
+                ("jsonl", "terminal"),
             ),
             (["--method=--odd=name"], "method", "--odd=name"),
             (["--logger.user="], "logger.user", ""),
@@ -221,7 +221,7 @@ class TestHelp:
             assert re.fullmatch(r"[A-Z][^\[]{4,}\.", key.explanation), key
 
     def test_shows_every_key_with_default_explanation_and_what_is_allowed(self):
-        text = " ".join(texts.help_text().split())
+        text = " ".join(help_text(["all"]).split())
         for key in read_keys().values():
             if not key.default:
                 continue
@@ -233,8 +233,35 @@ class TestHelp:
         for suite in registry.SUITES.values():
             assert f"{suite.name}: {suite.doc}" in text
 
+    def test_the_first_page_has_the_flags_that_people_use(self):
+        lines = help_text().splitlines()
+        flags = [line.split()[0] for line in lines if line.startswith("  --")]
+        assert len(flags) == len(set(flags)) == 20
+        assert {"--task", "--logdir", "--run.envs", "--run.steps"} <= set(flags)
+        assert len(lines) <= 90 and max(map(len, lines)) <= 88
+        for word in ("--help all", "eval_only", "agent", "size12m", "gym: Any id"):
+            assert any(word in line for line in lines)
+
+    @pytest.mark.parametrize(
+        ("topics", "there", "missing"),
+        [
+            (["run"], ["--run.envs 16", "--run.usage.gc"], ["--agent.", "--task"]),
+            (["agent.opt"], ["--agent.opt.lr", "[more than 0]"], ["--agent.dyn"]),
+            (["run.envs"], ["--run.envs 16"], ["--run.envs_per_worker"]),
+            (["jax", "replay"], ["--jax.jit", "--replay.size"], ["--run."]),
+        ],
+    )
+    def test_groups_and_keys_have_pages(self, topics, there, missing):
+        text = help_text(topics)
+        assert all(word in text for word in there)
+        assert not any(word in text for word in missing)
+
+    def test_other_pages_are_refused(self):
+        with pytest.raises(ConfigError, match=r"--help agnet.*run, .*mean agent\?"):
+            help_text(["agnet"])
+
     def test_fits_the_width(self):
-        lines = texts.help_text(60).splitlines()
+        lines = help_text(["all"], 60).splitlines()
         explanations = [line for line in lines if line.startswith(" " * 6)]
         assert 40 < max(map(len, explanations)) <= 60
 
@@ -265,6 +292,8 @@ def valid_values(key, default):
         found = st.floats(allow_nan=False, allow_infinity=False) | st.floats(0, 1)
     elif key == "suite.tasks":
         return st.sampled_from([("all",), ("dummy_disc", "bsuite_mnist/0")])
+    elif key == "plot.runs":
+        return st.sampled_from([("none",), ("one run", "runs/*")])
     elif isinstance(default, tuple):
         return st.lists(st.sampled_from(rule.names), min_size=1, unique=True).map(tuple)
     elif rule and rule.names:
@@ -276,6 +305,11 @@ def valid_values(key, default):
     else:
         found = st.text(CHARACTERS, max_size=30)
     return found.filter(rule.accepts) if rule else found
+
+
+@pytest.mark.parametrize("key", FREE)
+def test_every_free_key_has_values_to_try(key):
+    valid_values(key, DEFAULTS[key]).validate()
 
 
 @st.composite

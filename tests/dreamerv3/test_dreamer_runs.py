@@ -12,7 +12,7 @@ from dreamer_testing import QUICK
 
 import embodied.run
 from dreamerv3.agent import Agent
-from dreamerv3.cli import factories
+from dreamerv3.cli import factories, scripts
 from dreamerv3.cli.config import load_config, make_args
 from dreamerv3.main import main
 from embodied.checkpoint import Checkpoint
@@ -103,18 +103,24 @@ class TestPrograms:
 
     def test_a_signal_saves(self, tmp_path):
         argv = arguments(tmp_path, 10**9, "--run.log_every", "0.1")
-        argv += ["--logger.outputs+", "terminal"]
+        argv += ["--logger.outputs+", "terminal", "--logger.filter", "train/opt/loss"]
         command = [sys.executable, "-m", "dreamerv3.main", *argv]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
-            assert any("train/loss/policy" in line for line in process.stdout)
+            assert any("| loss " in line for line in process.stdout)
             process.send_signal(signal.SIGTERM)
             shown, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
         assert f"Written to {tmp_path}" in shown
         step, agent = saved_agent(tmp_path)
         assert step > 0 and agent["opt"]["step/value"] > 0
+
+
+def use_envs(monkeypatch, make_env):
+    """Has `--script train` use other environments."""
+    program = functools.partial(scripts.run_train, make=make_env)
+    monkeypatch.setitem(scripts.SCRIPTS, "train", program)
 
 
 class TestRefusals:
@@ -135,7 +141,7 @@ class TestRefusals:
         def make_env(config, index):
             return Dummy("disc", size=(40, 40))
 
-        monkeypatch.setattr(factories, "make_env", make_env)
+        use_envs(monkeypatch, make_env)
         line = self.refused(tmp_path / "run", capsys)
         assert "Images expected sides that are multiples of 16" in line
         assert "got 40x40" in line
@@ -146,7 +152,7 @@ class TestRefusals:
         def make_env(config, index):
             raise ValueError("a mistake of its author")
 
-        monkeypatch.setattr(factories, "make_env", make_env)
+        use_envs(monkeypatch, make_env)
         assert main(arguments(tmp_path / "run", 8)) == 1
         shown = capsys.readouterr().err
         assert "ValueError: a mistake of its author" in shown

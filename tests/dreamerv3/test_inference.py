@@ -455,10 +455,28 @@ class TestPrograms:
         assert "3 episodes of the agent of step 60" in shown
         result = json.loads((tmp_path / "eval/60.json").read_text())
         assert result["episodes"] == 3
-        assert (tmp_path / "eval/60-image.gif").read_bytes().startswith(b"GIF89a")
+        (video,) = result["videos"]
+        kind = b"GIF89a" if video.endswith(".gif") else b"ftyp"
+        assert kind in (tmp_path / video).read_bytes()[:16]
         assert read_config(tmp_path / "config.yaml") == saved
         assert main(argv) == 0, "again, with the default of one episode"
         assert json.loads((tmp_path / "eval/60.json").read_text())["episodes"] == 1
+
+    def test_eval_only_films_vectors_where_they_can_be_drawn(self, tmp_path, capsys):
+        pytest.importorskip("pygame", reason="CartPole draws with it")
+        self.train(tmp_path, "--task", "gym_CartPole-v1")
+        argv = ["--script", "eval_only", "--logdir", str(tmp_path)]
+        assert main([*argv, "--run.eval_eps", "2"]) == 0
+        result = json.loads((tmp_path / "eval/60.json").read_text())
+        assert [Path(name).stem for name in result["videos"]] == ["60-frame"]
+        assert "no video" not in capsys.readouterr().out
+
+    def test_eval_only_goes_on_where_nothing_can_be_drawn(self, tmp_path, capsys):
+        self.train(tmp_path, "--task", "inference_testing:Task")
+        argv = ["--script", "eval_only", "--logdir", str(tmp_path)]
+        assert main(argv) == 0
+        assert "There will be no video" in capsys.readouterr().out
+        assert json.loads((tmp_path / "eval/60.json").read_text())["videos"] == []
 
     @pytest.mark.parametrize("folder", ["", "ckpt", "ckpt/agent"])
     def test_eval_only_takes_the_settings_of_another_run(self, tmp_path, folder):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import embodied.wrappers
-from dreamerv3 import main as program
 from dreamerv3.cli import scripts
 from dreamerv3.cli.config import load_config, read_config
 from dreamerv3.main import main, make_agent, make_env, make_logger
@@ -42,6 +41,11 @@ class TestProcess:
         assert (done.returncode, done.stderr) == (0, "")
         assert "--run.envs 16" in done.stdout
 
+    def test_alone_it_shows_the_first_page(self):
+        alone, asked = run(), run("--help")
+        assert (alone.returncode, alone.stdout) == (0, asked.stdout)
+        assert "The flags that people use most" in alone.stdout
+
     def test_help_comes_at_once(self):
         # Processor time, since a busy machine stretches the time on the clock; and
         # against that of another import, since machines differ.
@@ -57,15 +61,37 @@ class TestProcess:
         assert ours < 5 * numpy
 
     def test_importing_the_program_imports_nothing_heavy(self):
-        code = (
-            "import sys, dreamerv3.main; print(*{n.split('.')[0] for n in sys.modules})"
-        )
+        show = "print(*{name.split('.')[0] for name in sys.modules})"
+        code = f"import sys, dreamerv3.main as m; {show}; m.make_env; {show}"
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         )
-        names = set(done.stdout.split())
-        assert "embodied" in names
-        assert not names & HEAVY
+        first, then = map(set, map(str.split, done.stdout.splitlines()))
+        # Nothing at first, so that Ctrl-C finds a program that can handle it.
+        assert not first & {"embodied", "elements", "numpy", *HEAVY}
+        assert "embodied" in then and not then & HEAVY
+
+    @pytest.mark.parametrize("module", ["elements", "numpy", "embodied.run", "jax"])
+    def test_an_interrupt_during_imports_is_no_traceback(self, tmp_path, module):
+        argv = ["--configs", "debug", "--logdir", str(tmp_path / "run")]
+        code = (
+            "import os, signal, sys\n"
+            # A shell may have started the tests with it ignored.
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "class Finder:\n"
+            "    def find_spec(name, *_):\n"
+            f"        if name == {module!r}:\n"
+            "            os.kill(os.getpid(), signal.SIGINT)\n"
+            "sys.meta_path.insert(0, Finder)\n"
+            "from dreamerv3.main import main\n"
+            f"sys.exit(main({argv}))\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        )
+        told = "dreamerv3: left at once, without saving.\n"
+        assert (done.returncode, done.stderr) == (130, told)
+        assert not (tmp_path / "run").exists()
 
     @pytest.mark.parametrize(
         ("argv", "words"),
@@ -95,6 +121,19 @@ class TestMain:
         assert main(["-h"]) == 0
         assert "--task dummy_disc" in capsys.readouterr().out
 
+    @pytest.mark.parametrize(
+        ("argv", "code", "words"),
+        [
+            (["--help", "run", "--seed", "1"], 0, "--run.actor_batch -1"),
+            (["-h", "all"], 0, "--agent.opt.beta2 0.999"),
+            (["--help", "rnu"], 2, "Did you mean run"),
+        ],
+    )
+    def test_pages_of_help(self, capsys, argv, code, words):
+        assert main(argv) == code
+        shown = capsys.readouterr()
+        assert words in (shown.err if code else shown.out)
+
     def test_logdir_of_another_task_is_refused(self, tmp_path, capsys):
         argv = [*ROLLOUT, "--logdir", str(tmp_path), "--run.steps", "2"]
         assert main(argv) == 0
@@ -123,7 +162,7 @@ class TestMain:
         def fail(config):
             raise ImportError("a mistake of ours")
 
-        monkeypatch.setitem(program.SCRIPTS, "rollout", fail)
+        monkeypatch.setitem(scripts.SCRIPTS, "rollout", fail)
         with pytest.raises(ImportError, match="a mistake of ours"):
             main(["--script", "rollout"])
 
@@ -191,7 +230,7 @@ class TestFactories:
         with make_logger(load_config([*argv, "--logger.filter", "fps"])) as logger:
             logger.add({"fps/env": 7.0, "other": 8.0})
         shown = capsys.readouterr().out
-        assert "fps/env 7" in shown and "other" not in shown
+        assert shown == "step 0 | fps/env 7\n"
         assert list(tmp_path.iterdir()) == []
 
 
@@ -266,7 +305,7 @@ class TestRollout:
             command(*argv), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
             # The first line with a step is printed while the rollout is going on.
-            assert any(" step " in line for line in process.stdout)
+            assert any(line.startswith("step ") for line in process.stdout)
             process.send_signal(number)
             shown, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dreamerv3 import main as program
 from dreamerv3.cli.config import ConfigError
 from dreamerv3.cli.schema import read_keys
+from dreamerv3.cli.scripts import SCRIPTS
 from dreamerv3.main import main
 from embodied.rpc import AuthError
 from embodied.run import parallel
@@ -26,7 +26,7 @@ def run_with(monkeypatch, folder, error, cause=None):
 
 
 def test_all_scripts_are_there():
-    names = {*program.SCRIPTS, "suite"}  # That one is called with all arguments.
+    names = {*SCRIPTS, "suite"}  # That one is called with all arguments.
     assert set(read_keys()["script"].rule.names) == names
 
 

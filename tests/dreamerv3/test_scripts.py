@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -105,10 +106,12 @@ class TestTrain:
         assert not (tmp_path / "run").exists()
 
     def test_warnings_are_shown(self, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr("shutil.disk_usage", lambda _: type("U", (), {"free": 0}))
+        full = SimpleNamespace(total=10**12, free=0)
+        monkeypatch.setattr("shutil.disk_usage", lambda _: full)
         assert main(arguments(tmp_path, steps=20)) == 1
         shown = capsys.readouterr()
         assert "WARNING: Step 0 was not saved. Too little space" in shown.out
+        assert "There is no checkpoint yet" in shown.out
         assert "step 20, could not be saved" in shown.err
 
 
@@ -158,7 +161,7 @@ class TestProcess:
         steps = []
         for _ in range(2):
             with self.start(tmp_path) as process:
-                assert any("] step " in line for line in process.stdout)
+                assert any(x.startswith("step ") for x in process.stdout)
                 process.send_signal(number)
                 shown, errors = process.communicate(timeout=60)
             assert (process.returncode, errors) == (0, "")

@@ -1,8 +1,11 @@
-"""The lines at the end of a run: scores of the newest episodes, not of all."""
+"""The lines at the end of a run: scores of the newest episodes, and what is there."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import pathlib
+import tomllib
 
 import pytest
 
@@ -50,3 +53,55 @@ def test_a_rollout_has_no_updates_to_tell_of(tmp_path):
     told = texts.summary(config, result)
     assert "4 episodes, mean score of the last 4: 3." in told
     assert "100 steps in" in told
+
+
+def make_files(logdir, *names):
+    for name in names:
+        path = logdir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+class TestFiles:
+    def files(self, logdir, trained=True):
+        config = load_config(["--logdir", str(logdir)], {})
+        return "\n".join(texts.files(config, trained))
+
+    def test_only_what_is_there_is_listed(self, tmp_path):
+        make_files(tmp_path, "config.yaml", "replay/.keep")
+        told = self.files(tmp_path)
+        assert "config.yaml" in told
+        for name in ("metrics.jsonl", "scores.jsonl", "events", "ckpt", "eval_only"):
+            assert name not in told
+        assert "No checkpoint: the run has ended before the first one." in told
+
+    def test_all_that_a_run_has(self, tmp_path):
+        make_files(tmp_path, "config.yaml", "metrics.jsonl", "scores.jsonl")
+        make_files(tmp_path, "events.out.1", "ckpt/manifest.json", "replay/a.chunk")
+        told = self.files(tmp_path)
+        assert "  ckpt, replay    the policy and its training" in told
+        for name in ("config.yaml", "metrics.jsonl", "scores.jsonl", "events.*"):
+            assert f"\n  {name}" in told
+        assert f"--script eval_only --logdir {tmp_path} plays it" in told
+        assert "No checkpoint" not in told
+
+    def test_a_rollout_misses_no_checkpoint(self, tmp_path):
+        make_files(tmp_path, "config.yaml")
+        assert "checkpoint" not in self.files(tmp_path, trained=False)
+
+    @pytest.mark.parametrize("installed", [True, False])
+    def test_tensorboard_is_named_as_it_can_be_run(
+        self, tmp_path, monkeypatch, installed
+    ):
+        def find_spec(name):
+            return True if installed and name == "tensorboard" else None
+
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+        make_files(tmp_path, "events.out.1")
+        told = self.files(tmp_path)
+        show = f"tensorboard --logdir {tmp_path}"
+        install = "pip install 'dreamerv3-parallel[tensorboard]', then "
+        assert f"curves and videos: {'' if installed else install}{show}" in told
+        project = pathlib.Path(__file__).parents[2] / "pyproject.toml"
+        extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
+        assert extras["tensorboard"][0].startswith("tensorboard")

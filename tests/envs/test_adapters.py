@@ -193,7 +193,7 @@ def test_procgen_starts_over_when_told_to(install):
 
 def test_procgen_mistakes(install):
     install("procgen", ProcgenGym3Env=FakeProcgen)
-    with pytest.raises(UnknownTask, match="Did you mean coinrun"):
+    with pytest.raises(UnknownTask, match="Did you mean procgen_coinrun"):
         make("procgen_coinnrun")
     with pytest.raises(ValueError, match="resize to be one of"):
         make("procgen_coinrun", resize="opencv")
@@ -338,5 +338,7 @@ def test_minecraft_worlds_differ_between_episodes(minecraft):
 
 
 def test_minecraft_unknown_task(minecraft):
-    with pytest.raises(UnknownTask, match=r"got 'diamnod'\. Did you mean diamond"):
+    with pytest.raises(
+        UnknownTask, match=r"got 'diamnod'\. Did you mean minecraft_diamond"
+    ):
         make("minecraft_diamnod")

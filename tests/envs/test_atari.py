@@ -44,7 +44,7 @@ def test_names_of_games(task, name):
 
 
 def test_unknown_game_names_the_nearest():
-    with pytest.raises(UnknownTask, match=r"got 'pnog'\. Did you mean pong"):
+    with pytest.raises(UnknownTask, match=r"got 'pnog'\. Did you mean atari_pong"):
         make("atari_pnog")
 
 

@@ -27,5 +27,5 @@ def test_spaces():
 
 
 def test_unknown_task():
-    with pytest.raises(UnknownTask, match=r"Did you mean catch/0"):
+    with pytest.raises(UnknownTask, match=r"Did you mean bsuite_catch/0"):
         make("bsuite_ctach/0")

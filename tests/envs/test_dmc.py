@@ -59,7 +59,7 @@ def test_cameras_show_different_images():
 
 
 def test_mistakes():
-    with pytest.raises(UnknownTask, match="Did you mean walker_walk"):
+    with pytest.raises(UnknownTask, match="Did you mean dmc_walker_walk"):
         make("dmc_walker_wlak", image=False)
     with pytest.raises(ValueError, match="Expected proprio, image or both"):
         DMC("walker_walk", image=False, proprio=False)

@@ -213,7 +213,7 @@ def test_own_tasks_may_be_dm_envs(module):
     ("task", "message"),
     [
         ("dm_counters", "form dm_package.module:Name, got 'dm_counters'"),
-        ("dm_counters:Cuonter", "Did you mean Counter"),
+        ("dm_counters:Cuonter", "Did you mean dm_counters:Counter"),
         ("dm_missing_package.module:Env", "'missing_package' was not found"),
     ],
 )

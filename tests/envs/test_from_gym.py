@@ -11,9 +11,13 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dreamerv3.cli.config import ConfigError, load_config, run_config
+from dreamerv3.cli.factories import make_env
+from dreamerv3.cli.logdir import prepare_logdir
+from embodied import Space
 from embodied.envs import MissingExtra, UnknownTask
 from embodied.envs.from_gym import FromGym
-from embodied.envs.keys import UnsupportedSpace, UnusableEnv
+from embodied.envs.keys import UnsupportedSpace, UnusableEnv, hash_words
 from embodied.wrappers import SpaceError, UnifyDtypes, wrap
 
 STANDARD = {"reward", "is_first", "is_last", "is_terminal"}
@@ -130,6 +134,10 @@ def meaning_of_zero(gym_space, declared):
 
 
 def assert_same(gym_space, gym_value, declared, value):
+    if gym_value.ndim > 2 and value.ndim == 1:  # No image: a vector.
+        gym_value = gym_value.ravel()
+        if isinstance(gym_space, spaces.Box):
+            gym_space = spaces.flatten_space(gym_space)
     if not declared.discrete:
         np.testing.assert_array_equal(gym_value, value)
         assert gym_value.dtype == value.dtype
@@ -298,7 +306,6 @@ def test_close_closes_once():
 @pytest.mark.parametrize(
     "space",
     [
-        spaces.Text(5),
         spaces.Sequence(spaces.Discrete(2)),
         spaces.Graph(spaces.Discrete(2), None),
         spaces.Box(0, 1, (0,), np.float32),
@@ -392,3 +399,134 @@ def test_missing_package_names_the_extra(monkeypatch):
         MissingExtra, match=r"pip install 'dreamerv3-parallel\[atari\]'"
     ):
         FromGym("ALE/Pong-v5")
+
+
+# Images, texts, boards.
+
+
+def box(shape, dtype=np.uint8, low=0, high=255):
+    return spaces.Box(low, high, shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("space", "shape", "convert"),
+    [
+        (box((20, 30, 3)), (20, 30, 3), lambda x: x),
+        (box((3, 20, 30)), (20, 30, 3), lambda x: x.transpose(1, 2, 0)),
+        (box((4, 20, 30)), (20, 30, 4), lambda x: x.transpose(1, 2, 0)),
+        (box((20, 30)), (20, 30, 1), lambda x: x[..., None]),
+        (
+            box((20, 30, 3), np.float32, high=1),
+            (20, 30, 3),
+            lambda x: np.rint(x * 255).astype(np.uint8),
+        ),
+        (
+            box((1, 20, 30), np.float64, high=255),
+            (20, 30, 1),
+            lambda x: np.rint(x.transpose(1, 2, 0)).astype(np.uint8),
+        ),
+        (
+            box((2, 20, 30, 3)),
+            (20, 30, 6),
+            lambda x: np.concatenate([x[0], x[1]], -1),
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, spaces.Space) else "",
+)
+def test_images_of_every_layout_are_images(space, shape, convert):
+    env = FromGym(gym_env := Echo(space))
+    assert env.obs_space["image"] == Space(np.uint8, shape)
+    obs = env.step(RESET)["image"]
+    np.testing.assert_array_equal(obs, convert(gym_env.observation))
+    assert obs in env.obs_space["image"]
+    small = FromGym(gym_env, size=(8, 6))
+    assert small.step(RESET)["image"].shape == (8, 6, shape[2])
+    assert small.obs_space["image"].shape == (8, 6, shape[2])
+
+
+@pytest.mark.parametrize(
+    ("space", "expected"),
+    [
+        (box((3, 3), high=2), Space(np.int32, (3, 3), 0, 3)),
+        (box((2, 3, 4), np.float32, low=-1, high=1), Space(np.float32, (24,))),
+        (box((2, 3, 4), np.int8, low=0, high=2), Space(np.int8, (24,), 0, 3)),
+        (box((2, 3, 4, 5), np.uint8), Space(np.uint8, (120,))),
+    ],
+)
+def test_other_arrays_become_what_networks_take(space, expected):
+    env = FromGym(gym_env := Echo(space))
+    assert env.obs_space["obs"] == expected
+    obs = env.step(RESET)["obs"]
+    assert obs in expected
+    np.testing.assert_array_equal(obs.ravel(), gym_env.observation.ravel())
+
+
+def test_texts_are_classes_of_words():
+    env = FromGym(gym_env := Echo(spaces.Text(40)))
+    assert env.obs_space["obs"] == Space(np.int32, (16,), 0, 256)
+    gym_env.observation_space.sample = lambda: "go to the Red door"
+    words = env.step(RESET)["obs"]
+    assert (words > 0).sum() == 5
+    np.testing.assert_array_equal(words, hash_words("GO to the red door"))
+    with pytest.raises(UnsupportedSpace, match="'action', got Text"):
+        FromGym(Echo(BINARY, spaces.Text(5)))
+
+
+def test_numbers_of_info_are_logged_and_others_refused():
+    gym_env = Echo(BINARY)
+    env = FromGym(gym_env, info_keys=["none", "speed"])
+    assert "log/none" not in env.obs_space
+    assert env.step(RESET)["log/speed"] == 0
+    gym_env.outcome = (1.0, False, False, {"speed": "fast"})
+    with pytest.raises(UnusableEnv, match=r"info\['speed'\] as a number"):
+        env.step({"reset": False, "action": np.int32(0)})
+
+
+def test_arguments_of_environments_are_flags(tmp_path):
+    flags = [
+        "--task",
+        "gym_CartPole-v1",
+        "--env.gym.kwargs.sutton_barto_reward",
+        "True",
+    ]
+    config = load_config([*flags, "--logdir", str(tmp_path)], {})
+    env = make_env(config, 0)
+    assert env.gym_env.unwrapped._sutton_barto_reward is True
+    env.close()
+    prepare_logdir(config)
+    assert run_config(tmp_path).env.gym.kwargs.sutton_barto_reward is True
+    own = load_config(["--task", "test_from_gym:sized", "--env.gym.kwargs.n", "3"], {})
+    env = make_env(own, 0)
+    assert env.act_space["action"].classes == 3
+    for name in ("", "a.b"):
+        with pytest.raises(ConfigError, match="expected the name of an argument"):
+            load_config([f"--env.gym.kwargs.{name}", "1"], {})
+
+
+def sized(n=2):
+    return Echo(BINARY, spaces.Discrete(n))
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ([], (64, 64)),
+        (["--env.gym.size", "48", "80"], (48, 80)),
+        (["--agent.enc.simple.mults", "1", "2"], (64, 64)),
+    ],
+)
+def test_images_get_a_size_that_networks_take(flags, size):
+    config = load_config(["--task", "test_from_gym:pictures", *flags], {})
+    env = make_env(config, 0)
+    assert env.obs_space["image"].shape == (*size, 3)
+    assert env.step(RESET)["image"].shape == (*size, 3)
+    fitting = load_config(["--task", "test_from_gym:fitting"], {})
+    assert make_env(fitting, 0).obs_space["image"].shape == (96, 80, 3)
+
+
+def pictures():
+    return Echo(box((3, 210, 160)))
+
+
+def fitting():
+    return Echo(box((96, 80, 3)))

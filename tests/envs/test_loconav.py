@@ -93,7 +93,7 @@ def test_reaching_the_target_is_rewarded_and_the_episode_goes_on():
 
 
 def test_mistakes():
-    with pytest.raises(UnknownTask, match="Did you mean ant_maze_m"):
+    with pytest.raises(UnknownTask, match="Did you mean loconav_ant_maze_m"):
         make("loconav_ant_mazem")
     with pytest.raises(ValueError, match="length of at least 1"):
         LocoNav("ant_maze_m", length=0)

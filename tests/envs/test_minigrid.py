@@ -68,5 +68,5 @@ def test_a_missing_part_of_minigrid_says_what_to_install(monkeypatch):
 
 
 def test_unknown_task():
-    with pytest.raises(UnknownTask, match=r"Did you mean DoorKey-5x5"):
+    with pytest.raises(UnknownTask, match=r"Did you mean minigrid_DoorKey-5x5"):
         make("minigrid_DorKey-5x5")

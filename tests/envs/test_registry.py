@@ -146,8 +146,8 @@ def test_extras_are_those_of_the_package():
     ("task", "message"),
     [
         ("dumy_disc", r"got 'dumy'\. Did you mean dummy"),
-        ("tetris_easy", r"dummy, grid, gym, .*\), got 'tetris'"),
-        ("dummy_dics", r"got 'dics'\. Did you mean disc\?"),
+        ("tetris_easy", r"dummy, envpool, grid, gym, .*\), got 'tetris'"),
+        ("dummy_dics", r"got 'dics'\. Did you mean dummy_disc\?"),
         ("grid_race", r"grid task \(avoid, reach\), got 'race'"),
         ("grid", r"form grid_NAME, got 'grid'"),
         ("gym_", r"form gym_NAME, got 'gym_'"),
@@ -194,7 +194,11 @@ def test_own_gymnasium_environment_by_import_path(own_module, name):
     [
         ("no_such_package.module:Env", UnknownTask, "'no_such_package' was not found"),
         ("own_package.nothing:Env", UnknownTask, "'own_package.nothing' was not found"),
-        ("own_package.grid_envs:Wakl", UnknownTask, r"Did you mean Walk"),
+        (
+            "own_package.grid_envs:Wakl",
+            UnknownTask,
+            r"Did you mean own_package.grid_envs:Walk",
+        ),
         ("own_package.grid_envs:text", UnknownTask, "got 'text'"),
         ("own_package.grid_envs:make_nothing", TypeError, "got int"),
         ("own_package.broken:Env", ModuleNotFoundError, "package_that_is_not_there"),

@@ -194,8 +194,9 @@ def check_replay(logdir, max_gaps=0):
 
     Args:
       logdir: of the run.
-      max_gaps: places where steps may be missing: each stream has one where the
-        replay, or the actor, was lost.
+      max_gaps: places where steps may be missing: each env has one where the actor was
+        lost, and two where the replay was: after the last save, and where a new episode
+        begins since a batch was in doubt.
     """
     before, steps = set(), []
     for manifest in manifests(logdir):
@@ -233,13 +234,13 @@ def check_ratio(run, lost=False, waits=True):
     """A run that goes on trains as often as was asked for the steps that it makes.
 
     What the agent counts is compared with what the logger counts; neither asks the
-    limiter. An agent that is restarted has lost the updates since its last save, which
-    the replay does not give back; so all that was saved must still be there.
+    limiter. Updates of an agent that was restarted, which are not in its weights any
+    more, do not count.
 
     Args:
       run: that has just gone on.
-      lost: whether one of replay, logger and agent was restarted without the others.
-        Only what comes from now on is compared then.
+      lost: whether the replay or the logger was restarted without the others. Only
+        what comes from now on is compared then.
       waits: whether the learner waits for steps. If the run saves all the time, it may
         be behind.
     """
@@ -269,7 +270,11 @@ def check_ratio(run, lost=False, waits=True):
 
 
 def check_metrics(logdir):
-    """Every line is whole, whoever was killed while writing."""
+    """Every line is whole, whoever was killed while writing, and steps never go back.
+
+    Not even where a resume, or a logger that was restarted, has gone back.
+    """
     for name in ("metrics.jsonl", "scores.jsonl"):
-        for line in pathlib.Path(logdir, name).read_text().splitlines():
-            assert json.loads(line)["step"] >= 0
+        lines = pathlib.Path(logdir, name).read_text().splitlines()
+        steps = [json.loads(line)["step"] for line in lines]
+        assert steps and steps == sorted(steps)

@@ -56,7 +56,7 @@ class Program:
         command = [*prefix, sys.executable]
         command += [str(script)] if script else ["-m", "dreamerv3.main"]
         self._command = [*command, *map(str, argv)]
-        self._environ = {**os.environ, "PYTHONPATH": _folder(), **(environ or {})}
+        self._environ = {**os.environ, "PYTHONPATH": import_path(), **(environ or {})}
 
     def __enter__(self):
         self._shown = open(_memory_file(), "w+b")
@@ -161,7 +161,7 @@ def wait_until(condition, seconds=WAIT, program=None):
         time.sleep(0.05)
 
 
-_parsed = {}  # By path: number of bytes, and their lines.
+_parsed = {}  # By path: number of bytes, their lines, and the last of these as it was.
 
 
 def read_lines(path):
@@ -171,15 +171,17 @@ def read_lines(path):
     """
     if not path.exists():
         return []
-    size, lines = _parsed.get(path, (0, []))
+    size, lines, last = _parsed.get(path, (0, [], b""))
     with path.open("rb") as file:
-        if size > os.fstat(file.fileno()).st_size:  # A failed write was undone.
-            size, lines = 0, []
+        file.seek(max(0, size - len(last)))
+        if file.read(len(last)) != last:  # A write was undone, or a resume cut it.
+            size, lines, last = 0, [], b""
         file.seek(size)
         new = file.read()
     new = new[: new.rfind(b"\n") + 1]
-    lines = lines + [json.loads(line) for line in new.splitlines()]
-    _parsed[path] = size + len(new), lines
+    whole = new.splitlines(keepends=True)
+    lines = lines + [json.loads(line) for line in whole]
+    _parsed[path] = size + len(new), lines, whole[-1] if whole else last
     return list(lines)
 
 
@@ -211,7 +213,8 @@ class Saved:
         return self._checkpoint.read_part(self._manifest, name)
 
 
-def _folder():
+def import_path():
+    """Folders that programs import from, in PYTHONPATH."""
     here = str(pathlib.Path(__file__).parent)
     return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
 

@@ -74,11 +74,12 @@ def truncate(path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system that has room for saves, which leave 100 MB, but not for much."""
+def small_disk(tmp_path, request):
+    """A file system that has room for saves, but not for much; by default 30 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=140m", "tmpfs", str(folder)]
+    size = getattr(request, "param", "30m")
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     try:
         mounted = subprocess.run(command, capture_output=True, timeout=30)
     except FileNotFoundError:
@@ -98,6 +99,7 @@ class TestFullDisk:
             fill(small_disk / "ballast")
             run.wait_for(NOT_SAVED)
             last = Checkpoint(logdir).newest()
+            run.wait_for(f"The last checkpoint, {last.tag}, is untouched.")
             seen = run.output()
             wait_until(
                 lambda: (
@@ -126,6 +128,30 @@ class TestFullDisk:
             assert run.wait() == 1, run.output()
             assert f"could not be saved to {logdir}" in run.output()
         assert Checkpoint(logdir).newest() == last
+
+    @pytest.mark.parametrize("small_disk", ["900k"], indirect=True)
+    @pytest.mark.parametrize(
+        "flags",
+        [
+            ["--script", "train"],
+            pytest.param(["--run.agent_process", "True"], marks=pytest.mark.slow),
+        ],
+        ids=["one process", "all roles"],
+    )
+    def test_a_run_that_could_never_be_saved_says_so_at_once(self, small_disk, flags):
+        with Run(small_disk / "run", *flags) as run:
+            assert run.wait() == 1, run.output()
+            shown = run.output()
+        assert "the run could never be saved there. Choose another --logdir." in shown
+        assert "is untouched" not in shown and "Traceback" not in shown
+        assert not Checkpoint(small_disk / "run").exists()
+
+    def test_checkpoints_that_will_not_all_fit_are_told(self, small_disk):
+        flags = ["--script", "train", "--run.steps", "50"]
+        with Run(small_disk / "run", *flags, "--run.keep", "1000000") as run:
+            assert run.wait() == 0, run.output()
+            words = "but run.keep 1000000 needs 1000001 of them at times"
+            assert run.output().count(words) == 1
 
 
 def fill(path):

@@ -6,7 +6,14 @@ import signal
 
 import pytest
 from fault_envs import FAULTY_STEP
-from fault_testing import ENVS, Run, check_ratio, check_replay, manifests
+from fault_testing import (
+    ENVS,
+    Run,
+    check_ratio,
+    check_replay,
+    manifests,
+    sequences,
+)
 
 QUICK = pytest.param(7, id="short")  # More than twice the timeout of envs.
 LONG = pytest.param(20, id="long", marks=pytest.mark.slow)
@@ -23,6 +30,25 @@ class TestStopped:
             run.leave()
         steps = check_replay(tmp_path)
         assert len({step[0] for step in steps}) > ENVS
+
+    def test_env_worker_that_was_away_goes_on_where_it_was(self, tmp_path):
+        with Run(tmp_path) as run:
+            run.goes_on()
+            worker = run.pid_of("env-1")
+            os.kill(worker, signal.SIGSTOP)  # Like one behind a network that is down.
+            run.wait_for("Nothing is heard of envs 1 since ")
+            os.kill(worker, signal.SIGCONT)
+            run.wait_for("Back after ")
+            run.goes_on()
+            assert "is restarted" not in run.output()
+            run.leave()
+        check_replay(tmp_path)
+        last = manifests(tmp_path)[-1]
+        batch = sequences(tmp_path, last, 1)
+        episodes = sequences(tmp_path, last, 2)
+        assert len(set(batch["where"][:, 0, 0].tolist())) == ENVS
+        begins = episodes["where"][:, 1][episodes["is_first"][:, 1]]
+        assert len(begins) and not begins[:, 2].any(), "in the middle of an episode"
 
     @pytest.mark.parametrize("seconds", [QUICK, LONG])
     def test_everyone_waits_for_the_replay(self, tmp_path, seconds):

@@ -20,10 +20,11 @@ from fault_testing import (
     sequences,
     steps_in,
 )
-from parallel_testing import WAIT, wait_until
+from parallel_testing import WAIT, last_step, wait_until
 
 from embodied.checkpoint import Checkpoint
 
+LOST = 200  # Steps of which some are not saved when a role is killed.
 ALL_ENVS = [f"env-{index}" for index in range(ENVS)]
 
 
@@ -53,7 +54,7 @@ class TestRolesThatComeBack:
             run.goes_on()
             check_ratio(run, lost=True)
             run.leave()
-        check_replay(tmp_path, max_gaps=2 * ENVS)
+        check_replay(tmp_path, max_gaps=4 * ENVS)
         check_metrics(tmp_path)
 
     def test_replay_between_its_part_of_a_save_and_the_commit(self, tmp_path):
@@ -64,6 +65,7 @@ class TestRolesThatComeBack:
             saved = manifests(tmp_path)[-1].tag
             written = tmp_path / "ckpt" / "replay_eval"
             wait_until(lambda: newest_part(written) > saved, program=run)
+            run.stays(1.0)  # Nothing shows that the answer is there; it stays so.
             run.kill("replay")
             wait_until(lambda: run.output().count("The replay has ") > 1, program=run)
             os.kill(logger, signal.SIGCONT)
@@ -71,20 +73,28 @@ class TestRolesThatComeBack:
             run.saves()
             run.goes_on()
             run.leave()
-        check_replay(tmp_path, max_gaps=ENVS)
+        check_replay(tmp_path, max_gaps=2 * ENVS)
         check_files(tmp_path)
 
     def test_agent_process(self, tmp_path):
-        with Run(tmp_path, "--run.agent_process", "True") as run:
-            run.saves()
-            before = manifests(tmp_path)[-1].meta["step"]
-            run.kill("agent")
-            run.wait_for("Continuing at step")
+        flags = ["--run.agent_process", "True", "--run.save_every", "2"]
+        with Run(tmp_path, *flags) as run:
             run.goes_on()
-            check_ratio(run, lost=True)
+            before = manifests(tmp_path)[-1].meta["step"]
+            for _ in range(2):
+                seen = last_step(tmp_path)
+                wait_until(
+                    lambda seen=seen: last_step(tmp_path) > seen + LOST, program=run
+                )
+                run.kill("agent")
+                run.wait_for("Continuing at step")
+                run.goes_on()
+            # Updates that were lost with their weights are made again.
+            run.wait_for("samples are drawn again")
+            check_ratio(run)
             run.leave()
         assert manifests(tmp_path)[-1].meta["step"] > before
-        steps = check_replay(tmp_path, max_gaps=ENVS)
+        steps = check_replay(tmp_path, max_gaps=2 * ENVS)
         assert len(incarnations(steps)) == ENVS  # Nobody else was restarted.
 
 

@@ -31,7 +31,6 @@ class Hanging(CountingAgent):
         return super().save()
 
 scripts.make_agent = lambda config, spaces: Hanging()
-scripts.make_env = lambda config, index: Task(index)
 """
 
 FAILING = """
@@ -41,7 +40,6 @@ def fail(*args):
 class Failing(CountingAgent):
     {method} = fail
 
-scripts.make_env = lambda config, index: Task(index)
 scripts.make_agent = lambda config, spaces: Failing()
 """
 
@@ -56,8 +54,34 @@ class FailingOnce(CountingAgent):
             raise OSError("the device was away for a moment")
         return super().{method}(*args)
 
-scripts.make_env = lambda config, index: Task(index)
 scripts.make_agent = lambda config, spaces: FailingOnce()
+"""
+
+
+MISTAKEN = """
+from dreamerv3.cli.config import ConfigError
+
+def fail(*args):
+    raise ConfigError("this can never work")
+
+scripts.make_agent = fail
+"""
+
+SILENT_ONCE = """
+import pathlib
+from embodied.rpc import server
+
+made = scripts.make_replay
+
+def make_replay(*args):
+    fault = pathlib.Path({fault!r})
+    if fault.exists():
+        fault.unlink()
+        server.Server._due = lambda self: 1 // 0  # In the replay's process alone.
+    return made(*args)
+
+scripts.make_replay = make_replay
+scripts.make_agent = lambda config, spaces: CountingAgent()
 """
 
 
@@ -121,7 +145,7 @@ def test_the_second_interrupt_ends_it_at_once(tmp_path):
         (FAILING.format(method="policy"), "agent"),
         (FAILING.format(method="save"), "agent"),
         (FAILING.format(method="load = None; __init__"), "agent"),
-        (FAILING.format(method="_") + "scripts.make_env = fail", "env"),
+        (FAILING.format(method="_") + "scripts.EnvFactory = lambda *args: fail", "env"),
         (FAILING.format(method="_") + "scripts.make_replay = fail", "replay"),
         (FAILING.format(method="_") + "scripts.make_logger = fail", "logger"),
     ],
@@ -151,6 +175,35 @@ def test_a_failure_of_the_agent_process_is_told(tmp_path):
         shown = program.output()
     assert "Worker 'agent' of role 'agent' failed for good" in shown
     assert "OSError: the disk is on fire" in shown
+
+
+def test_a_mistake_is_not_made_again_by_an_agent_process(tmp_path):
+    script = write_script(tmp_path, MISTAKEN)
+    argv = ["--run.agent_process", "True", "--run.restarts.agent", "1000"]
+    with Program(*small(tmp_path, *argv), script=script) as program:
+        assert program.wait() == 2, program.output()
+        shown = program.output()
+    assert "this can never work" in shown and "is restarted" not in shown
+
+
+def test_a_save_that_fails_on_the_way_ends_the_run_with_its_error(tmp_path):
+    fault, logdir = tmp_path / "fault", tmp_path / "run"
+    fault.touch()
+    body = FAILING_ONCE.format(method="save", fault=str(fault))
+    argv = small(logdir, "--run.save_every", "0.2", steps=10**9)
+    with Program(*argv, script=write_script(tmp_path, body)) as program:
+        assert program.wait() == 1, program.output()
+        assert "OSError: the device was away for a moment" in program.output()
+
+
+@pytest.mark.slow
+def test_a_role_whose_server_falls_silent_is_restarted(tmp_path):
+    fault, logdir = tmp_path / "fault", tmp_path / "run"
+    fault.touch()
+    body = SILENT_ONCE.format(fault=str(fault))
+    with Program(*small(logdir), script=write_script(tmp_path, body)) as program:
+        assert program.wait() == 0, program.output()
+        assert program.output().count("Role replay is restarted") == 1
 
 
 @pytest.mark.parametrize("method", ["train", "policy"])

@@ -78,6 +78,9 @@ class TestRoleThatIsNotThere:
         flags = ["--run.remote_replay", "True", "--run.agent_process", own_process]
         with Program(*small(tmp_path / "run", *addresses, *flags)) as program:
             leave(program, "The learner waits for the replay at ")
+            told = program.output()
+        assert "No checkpoint: the run has ended before the first one." in told
+        assert "ckpt" not in told[told.index("Written to") :]
 
     def test_an_agent_of_its_own(self, tmp_path, addresses):
         argv = small(tmp_path / "run", *addresses, script="parallel_agent")

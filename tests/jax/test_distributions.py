@@ -201,3 +201,36 @@ def test_distributions_compute_in_float32():
     assert Categorical.of(logits, 0.01).entropy().dtype == jnp.float32
     assert Binary(logits[0]).prob().dtype == jnp.float32
     assert BoundedNormal.of(logits, logits, 1, 0.1, 1.0).std.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("unimix", [0.0, 0.1])
+def test_classes_that_a_variable_lacks_have_no_probability(unimix):
+    counts = np.array([2, 4])
+    logits = jax.random.normal(jax.random.key(0), (5, 2, 4))
+    dist = Categorical.of(logits, unimix, event=1, counts=counts)
+    np.testing.assert_allclose(dist.probs[:, 0, 2:], 0)
+    np.testing.assert_allclose(dist.probs.sum(-1), 1, rtol=1e-6)
+    alone = [
+        Categorical.of(logits[:, 0, :2], unimix),
+        Categorical.of(logits[:, 1], unimix),
+    ]
+    np.testing.assert_allclose(
+        dist.entropy(), sum(part.entropy() for part in alone), rtol=1e-5
+    )
+    index = jnp.array([[1, 3]] * 5)
+    np.testing.assert_allclose(
+        dist.logp(index),
+        alone[0].logp(index[:, 0]) + alone[1].logp(index[:, 1]),
+        rtol=1e-5,
+    )
+    bounds = [part.entropy_bounds() for part in alone]
+    np.testing.assert_allclose(dist.entropy_bounds(), np.sum(bounds, 0), rtol=1e-6)
+    noise = jax.random.gumbel(jax.random.key(1), (200, 5, 2, 4))
+    drawn = dist.sample(noise)
+    assert int(drawn[..., 0].max()) == 1
+    assert int(drawn[..., 1].max()) == 3
+    gradient = jax.grad(lambda x: Categorical.of(x, unimix, 1, counts).entropy().sum())(
+        logits
+    )
+    assert bool(jnp.isfinite(gradient).all())
+    np.testing.assert_array_equal(gradient[:, 0, 2:], 0)

@@ -50,6 +50,55 @@ def test_lines_are_in_the_file_before_it_is_closed(tmp_path):
     output.close()
 
 
+class TestRewind:
+    def make(self, folder, steps):
+        output = JSONLOutput(folder)
+        for step in steps:
+            output(scalars(step, a=step))
+        return output
+
+    @pytest.mark.parametrize(
+        ("steps", "kept"),
+        [
+            ([1, 2, 3, 4], [1, 2]),
+            ([1, 2], [1, 2]),
+            ([3, 4], []),
+            ([], []),
+            ([1, 4, 2, 5, 1, 3, 2], [1, 2, 1, 2]),
+        ],
+        ids=["end", "nothing", "all", "empty", "of an earlier version"],
+    )
+    def test_later_steps_are_removed(self, tmp_path, steps, kept):
+        self.make(tmp_path, steps).close()
+        output = JSONLOutput(tmp_path)
+        output.rewind(2)
+        output(scalars(3, a=0.5))
+        output.close()
+        lines = [{"step": step, "a": step} for step in kept]
+        assert read(tmp_path / "metrics.jsonl") == [*lines, {"step": 3, "a": 0.5}]
+        assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+    def test_other_lines_stay(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 9}\n{"note": 1}\n{"step": 8, "a": 1}\n')
+        output = JSONLOutput(tmp_path)
+        output.rewind(8)
+        output.close()
+        assert read(path) == [{"note": 1}, {"step": 8, "a": 1}]
+
+    def test_the_logger_counts_environment_steps(self, tmp_path):
+        self.make(tmp_path, [8, 12, 16]).close()
+        with Logger(3, [JSONLOutput(tmp_path), print], multiplier=4) as logger:
+            logger.rewind()
+        assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [8, 12]
+
+    def test_a_failure_is_reported(self, tmp_path, caplog):
+        with Logger(0, [self.make(tmp_path, [1])]) as logger:
+            (tmp_path / "metrics.jsonl").unlink()
+            logger.rewind()
+        assert "Logger output JSONLOutput failed to rewind" in caplog.text
+
+
 def test_another_step_or_a_repeated_name_opens_another_line(tmp_path):
     output = JSONLOutput(tmp_path)
     output(scalars(1, a=1) + scalars(2, a=2, b=3) + scalars(2, a=4))

@@ -9,8 +9,9 @@ import time
 import numpy as np
 import PIL.Image
 import pytest
+from elements import Counter
 from tensorboardX.crc32c import crc32c
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from embodied.logger import Logger, TensorBoardOutput
 
@@ -21,15 +22,21 @@ def masked_crc(data):
 
 
 def read(folder):
-    """Returns (step, value protobuf) of all event files, checking their checksums."""
+    """Returns (step, value protobuf) of all event files, checking their checksums.
+
+    As in TensorBoard, the start of a session hides the steps from its own on.
+    """
     result = []
-    for path in sorted(folder.glob("events.out.tfevents.*")):
+    paths = folder.glob("events.out.tfevents.*")
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
         file = io.BytesIO(path.read_bytes())
         while header := file.read(12):
             assert masked_crc(header[:8]) == struct.unpack("<I", header[8:])[0]
             data = file.read(struct.unpack("<Q", header[:8])[0])
             assert masked_crc(data) == struct.unpack("<I", file.read(4))[0]
             event = Event.FromString(data)
+            if event.session_log.status == SessionLog.START:
+                result = [entry for entry in result if entry[0] < event.step]
             result += [(event.step, value) for value in event.summary.value]
     return result
 
@@ -39,6 +46,20 @@ def log(folder, step=5, fps=10, pattern=".*", **metrics):
     with Logger(step, [output]) as logger:
         logger.add(metrics)
     return read(folder)
+
+
+def test_a_continued_run_hides_the_steps_that_it_makes_again(tmp_path):
+    for step in (1, 2, 3):
+        log(tmp_path, step, x=0.0)
+    output = TensorBoardOutput(tmp_path)
+    step = Counter(2)
+    with Logger(step, [output]) as logger:
+        logger.rewind()
+        for _ in range(3):
+            step.increment()
+            logger.add({"x": 1.0})
+    found = [(step, value.simple_value) for step, value in read(tmp_path)]
+    assert found == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0), (5, 1.0)]
 
 
 def test_scalars(tmp_path):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import subprocess
 
 import numpy as np
 import PIL.Image
 import PIL.ImageSequence
 import pytest
 
-from embodied.logger.output import encode_gif, encode_png
+from embodied.logger import output
+from embodied.logger.output import encode_gif, encode_png, encode_video
 
 
 def decode(data, mode="RGB"):
@@ -94,3 +96,29 @@ def test_a_rate_of_zero_is_refused():
 def test_what_is_not_an_image_is_refused(image):
     with pytest.raises(ValueError, match="Expected an image"):
         encode_png(image)
+
+
+def test_a_video_is_mp4_where_there_is_ffmpeg(tmp_path):
+    pytest.importorskip("imageio_ffmpeg", reason="the extra video is not installed")
+    ramp = np.linspace(0, 255, 30).astype(np.uint8)
+    video = np.broadcast_to(ramp[:, None, None, None], (30, 32, 33, 1))
+    kind, data = encode_video(video, 15)
+    assert kind == "mp4"
+    assert b"ftyp" in data[:16]
+    path = tmp_path / "video.mp4"
+    path.write_bytes(data)
+    command = [output.find_ffmpeg(), "-loglevel", "error", "-i", path]
+    command += ["-f", "rawvideo", "-pix_fmt", "gray", "-"]
+    raw = subprocess.run(command, capture_output=True, check=True).stdout
+    frames = np.frombuffer(raw, np.uint8).reshape(30, 32, 34)
+    np.testing.assert_allclose(frames[:, 4:-4, 4:-4].mean((1, 2)), ramp, atol=6)
+
+
+@pytest.mark.parametrize("program", [None, "/bin/false", "/nowhere/ffmpeg"])
+def test_a_video_is_a_gif_without_ffmpeg_that_works(program, monkeypatch, caplog):
+    monkeypatch.setattr(output, "find_ffmpeg", lambda: program)
+    video = few_colours((3, 8, 8, 3))
+    kind, data = encode_video(video, 15)
+    assert kind == "gif"
+    np.testing.assert_array_equal(decode(data), video)
+    assert ("ffmpeg wrote no video" in caplog.text) == (program is not None)

@@ -107,6 +107,26 @@ def make_server(request, rpc):
     return functools.partial(rpc.server, kind=request.param)
 
 
+def echo(*args):
+    return args[0] if len(args) == 1 else list(args)
+
+
+def fail(text):
+    raise LookupError(text)
+
+
+@pytest.fixture
+def client(rpc, make_server):
+    """A client of a server with `echo` and `fail`."""
+    server = make_server()
+    server.bind("echo", echo)
+    server.bind("fail", fail)
+    server.start(block=False)
+    client = rpc.client(server)
+    client.connect(WAIT)
+    return client
+
+
 class Proxy:
     """A TCP proxy that can lose replies, break connections and change its target.
 

@@ -13,16 +13,16 @@ pytestmark = pytest.mark.skipif(not buffers.AVAILABLE, reason="there is no memfd
 def test_a_block_with_readers_outlives_the_garbage_collector():
     arena = buffers.Arena()
     block = arena.allocate(8192)
-    place = block.place
+    place = block.number
     array = np.frombuffer(block.leased(), np.uint8)
     del block
     gc.collect()
     other = arena.allocate(8192)
-    assert other.place != place
+    assert other.number != place
     array[:] = 7  # Still there.
     del array
     gc.collect()
-    assert arena.allocate(8192).place == place
+    assert arena.allocate(8192).number == place
 
 
 def test_blocks_that_are_free_are_used_again():
@@ -30,7 +30,7 @@ def test_blocks_that_are_free_are_used_again():
     places = set()
     for _ in range(10):
         block = arena.allocate(8192)
-        places.add(block.place)
+        places.add(block.number)
         view = np.frombuffer(block.leased(), np.uint8)[:10]
         del block, view
         gc.collect()

@@ -440,9 +440,8 @@ class TestBadPeers:
         server = serve(rpc, echo=echo)
         client = rpc.client(server)
         codec = wire.Codec()
-        structure, arrays, values = wire.flatten({"x": np.zeros(1000)})
-        spec = codec.spec("echo", structure)
-        frame = codec.encode(kind, 0, spec, values, arrays, in_memory=True)
+        spec, arrays = codec.flatten("echo", [{"x": np.zeros(1000)}])
+        frame = wire.encode(kind, 0, spec, arrays, in_memory=True)
         with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
             peer.linger = 1000
             peer.connect(f"tcp://{server.addr}")

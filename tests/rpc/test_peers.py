@@ -86,9 +86,8 @@ class Peer:
             assert self.receive().kind == wire.WELCOME
 
     def frame(self, kind, tree, seq=wire.NO_CALL, method="", **kwargs):
-        structure, arrays, values = wire.flatten(tree)
-        spec = self.codec.spec(method, structure)
-        return self.codec.encode(kind, seq, spec, values, arrays, **kwargs)
+        spec, arrays = self.codec.flatten(method, tree if method else [tree])
+        return wire.encode(kind, seq, spec, arrays, **kwargs)
 
     def send(self, frame):
         if self.link == "remote":
@@ -125,7 +124,7 @@ class Peer:
     def error(self):
         message = self.receive()
         assert message.kind == wire.ERROR
-        return wire.message_tree(message)["message"]
+        return message.value()["message"]
 
     def __enter__(self):
         return self
@@ -268,7 +267,8 @@ def test_an_oversized_message_ends_only_its_connection(server, good, link):
             peer.send(b"y")
     with Peer(server, link) as peer:
         # Dimensions whose product is far beyond any memory.
-        spec = msgpack.packb(["echo", ["t", [["a", "<f8", [1 << 40, 1 << 40]]]]])
+        array = msgpack.ExtType(1, msgpack.packb(["<f8", [1 << 40, 1 << 40]]))
+        spec = msgpack.packb(["echo", array])
         head = wire.PRELUDE.pack(wire.MAGIC, wire.CALL, 0, 0, len(spec), 0, 0)
         peer.send(head + spec)
         wait_for(lambda: server.rejected.get("undecodable") == 1)
@@ -283,7 +283,7 @@ def test_memory_that_was_not_passed_is_refused(server, good, link):
                 (np.zeros(4096, np.uint8),),
                 seq=seq,
                 method="echo",
-                places=(wire.PLACE.pack(number), wire.NOWHERE),
+                request=number,
                 in_memory=True,
             )
             peer.send(frame)
@@ -309,10 +309,7 @@ def test_a_client_that_never_reads_is_held_to_a_bound(server, good, link):
             peer.socket.rcvhwm = 1
         for seq in range(4000):
             # It claims to have got everything, so credits do not stop it.
-            structure, arrays, values = wire.flatten(payload)
-            spec = peer.codec.spec("echo", structure)
-            frame = peer.codec.encode(wire.CALL, seq, spec, values, arrays)
-            peer.send(frame)
+            peer.send(peer.frame(wire.CALL, payload, seq=seq, method="echo"))
             if link == "local":
                 peer.local.flush()
         wait_for(lambda: server.stats()["waiting"] == 0, 30)
@@ -395,7 +392,7 @@ def test_malformed_messages_to_a_live_server(server, good, count, link):
             (np.zeros(9),),
             seq=5,
             method="echo",
-            places=(wire.PLACE.pack(1), wire.NOWHERE),
+            request=1,
             open=[1, 2, 3],
         ),
         peer.frame(wire.BYE, None),

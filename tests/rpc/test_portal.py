@@ -100,9 +100,6 @@ class TestPlainClients:
         with pytest.raises(RuntimeError, match="no such method"):
             answer(client.nope())
 
-    # Portal ends the process in which one of its own threads fails, which happened
-    # once here on a busy machine and took all tests of that process along.
-    @pytest.mark.slow
     def test_they_may_have_many_calls_open(self, backend, plain):
         gate = threading.Event()
         server = backend.server()
@@ -111,10 +108,14 @@ class TestPlainClients:
         client = plain(server)
         client.maxinflight = 1000
         futures = [client.call("wait") for _ in range(300)]
-        with pytest.raises(RuntimeError, match="256 calls"):
-            answer(futures[299])
+        for future in futures[256:]:
+            with pytest.raises(RuntimeError, match="256 calls"):
+                answer(future)
         gate.set()
-        assert answer(futures[0])
+        # All of them: portal's client ends its process if an answer comes while it is
+        # being closed, since its thread completes a call that `close` has failed.
+        for future in futures[:256]:
+            assert answer(future)
 
 
 class TestPlainServer:

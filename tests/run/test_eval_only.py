@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import numpy as np
 import PIL.Image
@@ -10,9 +11,13 @@ import scipy.stats
 from run_testing import LENGTH, NotingAgent, Parts, Task
 
 import embodied
+from embodied.base import TaskError
 from embodied.checkpoint import Checkpoint, CheckpointError
-from embodied.run import Evaluation
+from embodied.logger import output
+from embodied.run import Evaluation, viewer
 from embodied.run.eval_only import write_result
+
+evaluation = sys.modules["embodied.run.eval_only"]  # Its function has the same name.
 
 
 @pytest.fixture
@@ -130,7 +135,10 @@ class Filmed(Task):
 
 
 @pytest.mark.parametrize("log_every", [0.0, -1.0])
-def test_a_video_of_an_episode_is_written_by_key(trained, tmp_path, log_every):
+def test_a_video_of_an_episode_is_written_by_key(
+    trained, tmp_path, log_every, monkeypatch
+):
+    monkeypatch.setattr(output, "find_ffmpeg", lambda: None)
     source = str(trained)
     parts = Parts(tmp_path, from_checkpoint=source, eval_eps=4, log_every=log_every)
     parts.task = Filmed
@@ -145,6 +153,50 @@ def test_a_video_of_an_episode_is_written_by_key(trained, tmp_path, log_every):
                 pixels = np.asarray(film.convert("RGB"))
                 assert abs(int(pixels[12, 12, 0]) - 40 * frame) < 8
                 assert abs(int(pixels[2, 2, 0]) - 100) < 8, "the second episode"
+
+
+class Screen:
+    """Stands in for a window."""
+
+    def __init__(self, title):
+        self.frames, self.closed = [], False
+        Screen.last = self
+
+    def show(self, frame):
+        self.frames.append(frame)
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_window_shows_the_first_environment(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "Window", Screen)
+    parts = Parts(
+        tmp_path, from_checkpoint=str(trained), envs=2, eval_eps=2, render=True
+    )
+    parts.task = Filmed
+    parts.eval_only()
+    assert len(Screen.last.frames) == LENGTH + 1
+    assert Screen.last.frames[0].shape == (16, 24, 3)
+    assert Screen.last.closed
+
+
+def test_without_a_display_the_window_is_refused(monkeypatch):
+    tkinter = pytest.importorskip("tkinter")
+    monkeypatch.delenv("DISPLAY", raising=False)
+    if sys.platform != "linux":
+        pytest.skip("elsewhere there is always a display")
+    assert tkinter.TclError
+    with pytest.raises(TaskError, match=r"run\.render: expected a display"):
+        viewer.Window("Title")
+
+
+def test_the_window_prefers_frames_that_were_drawn():
+    image, frame = (np.full((4, 4, 3), value, np.uint8) for value in (1, 2))
+    other = np.zeros((4, 4, 2), np.uint8)
+    assert viewer.pick_frame({"other": other}) is None
+    assert viewer.pick_frame({"other": other, "image": image}) is image
+    assert viewer.pick_frame({"image": image, "log/frame": frame}) is frame
 
 
 def test_results_that_cannot_be_written_are_an_error(trained, tmp_path, capsys):

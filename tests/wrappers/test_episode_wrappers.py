@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from wrapper_testing import RESET, Script
 
-from embodied import Space, wrappers
-from embodied.wrappers import SpaceError
+from embodied import Env, Space, wrappers
+from embodied.envs.keys import SIGNALS, signals
+from embodied.wrappers import AddFrames, NotRenderable, SpaceError
 
 
 class TestTimeLimit:
@@ -223,3 +224,60 @@ class TestRestartOnException:
         thread.join(10)
         assert not thread.is_alive()
         assert errors == ["failed at 1"]
+
+
+class Drawn(Env):
+    """Counts steps and resets, and draws the count."""
+
+    def __init__(self, frame=(40, 60, 3)):
+        self.count, self.resets, self.shape = 0, 0, frame
+
+    @property
+    def obs_space(self):
+        return {"count": Space(np.int32), **SIGNALS}
+
+    @property
+    def act_space(self):
+        return {"reset": Space(bool), "action": Space(np.int32, (), 0, 2)}
+
+    def step(self, action):
+        self.resets += bool(action["reset"])
+        self.count = 0 if action["reset"] else self.count + 1
+        return {"count": np.int32(self.count), **signals(0.0, self.count == 0)}
+
+    def render(self):
+        return np.full(self.shape, self.count, np.uint8)
+
+
+class TestAddFrames:
+    def test_each_step_has_its_frame_and_no_reset_is_lost(self):
+        inner = Drawn()
+        env = AddFrames(inner)
+        assert env.obs_space["log/frame"] == Space(np.uint8, (40, 60, 3))
+        for count, reset in enumerate((True, False, False)):
+            obs = env.step({"reset": reset, "action": np.int32(0)})
+            assert obs["count"] == count
+            assert (obs["log/frame"] == count).all()
+        assert inner.resets == 1
+        env.step({"reset": True, "action": np.int32(0)})
+        assert inner.resets == 2
+
+    def test_large_frames_are_made_smaller(self):
+        env = AddFrames(Drawn((300, 600, 3)), longest=100)
+        assert env.obs_space["log/frame"].shape == (50, 100, 3)
+        assert env.step({"reset": True})["log/frame"].shape == (50, 100, 3)
+
+    def test_others_than_the_first_are_black(self):
+        env = AddFrames(Drawn(), active=False)
+        env.step({"reset": True})
+        frame = env.step({"reset": False, "action": np.int32(0)})["log/frame"]
+        assert frame.shape == (40, 60, 3)
+        assert not frame.any()
+
+    def test_what_cannot_be_drawn_is_refused(self):
+        with pytest.raises(NotRenderable, match="render returned"):
+            AddFrames(Drawn((4, 4)))
+        plain = Drawn()
+        plain.render = None
+        with pytest.raises(NotRenderable, match="TypeError"):
+            AddFrames(plain)

@@ -22,7 +22,7 @@ from embodied.rpc import Disconnected, RemoteError, Unanswered
 from embodied.run.parallel import wiring
 from embodied.run.parallel.carries import Slots, make_table
 from embodied.run.parallel.observations import ObservationCheck
-from embodied.run.parallel.owners import Owners
+from embodied.run.parallel.owners import Owners, tell_absences
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.settings import RunSettings
 
@@ -44,6 +44,16 @@ class Transitions(NamedTuple):
     stored: dict[str, Array]  # Observations, actions and outputs.
     is_first: np.ndarray  # As the env said it.
     logs: dict[str, Array]
+
+    def take(self, rows: np.ndarray) -> Transitions:
+        """Returns the rows of a mask."""
+        return Transitions(
+            self.envid[rows],
+            self.is_eval[rows],
+            {key: np.asarray(value)[rows] for key, value in self.stored.items()},
+            self.is_first[rows],
+            {key: np.asarray(value)[rows] for key, value in self.logs.items()},
+        )
 
 
 class Actor:
@@ -77,6 +87,9 @@ class Actor:
         self.over = False  # Once set, workers are sent away.
         self.closing = False  # Once set, connections may be gone.
         self.asked = threading.Event()  # Set when the first worker asks for actions.
+        # Tells which envs are of workers that begin new episodes when they are told.
+        self.owns: Callable[[int], bool] = lambda envid: False
+        self._agent = agent
         self._replay = replay
         self._logger = logger
         self._check = ObservationCheck(agent)
@@ -86,6 +99,8 @@ class Actor:
         self._on_fatal = on_fatal
         self._progress = progress
         self._stored = wiring.Results(self._not_stored)
+        self._published = 0  # Batches; with the next, for the thread that publishes.
+        self._broken: dict[int, int] = {}  # By env, the last batch before a new stream.
         self._logged = wiring.Results(self._not_logged)
         self._should_log = LocalClock(log_every)
         self._busy = wiring.Stopwatch()
@@ -125,27 +140,37 @@ class Actor:
             # Workers hear nothing, and wait for an agent that may come back.
             raise Unanswered("The policy has failed.") from error
         self._check.accepted(obs)
-        reply = {**actions, "reset": seen["is_last"]}
         # What came before, if anything, is not known here: sequences in the replay do
-        # not reach across.
+        # not reach across. In the middle of an episode, a new one is to begin.
+        lost = new & ~is_first
+        if lost.any():
+            lost &= [self.owns(envid) for envid in envids.tolist()]
+        reply = {**actions, "reset": seen["is_last"] | lost}
         stored = {**seen, "is_first": is_first | new, **actions, **outputs}
         self._progress()
-        return reply, Transitions(envids, is_eval, stored, is_first, logs)
+        transitions = Transitions(envids, is_eval, stored, is_first, logs)
+        return reply, transitions.take(~lost) if lost.any() else transitions
 
     def publish(self, transitions: Transitions) -> None:
         """Sends a batch to the replay and to the logger; waits while they are full.
 
         What comes after the end of the run belongs to nothing, and is dropped.
         """
+        if not len(transitions.envid):
+            return
         try:
             self._publish(transitions)
         except Disconnected:
             if not (self.over or self.closing):
                 raise
 
-    def leave(self, envids: list[int]) -> None:
-        """Frees what is kept for envs that are gone."""
+    def free(self, envids: list[int]) -> None:
+        """Lets envs begin anew, since another worker steps them."""
         self._slots.free(envids)
+
+    def leave(self, envids: list[int]) -> None:
+        """Notes envs that are away, and may come back."""
+        self._slots.leave(envids)
         with self._lock:
             for is_eval, envid in list(self._recorded.items()):
                 if envid in envids:
@@ -162,6 +187,7 @@ class Actor:
             "parallel/envs": len(self._slots),
             "timer/actor/policy": self._busy.share(),
             "timer/actor/held_back": self._blocked.share(),
+            "parallel/policy_on_cpu": getattr(self._agent, "platform", "") == "cpu",
             **dict(wiring.prefixed("server/actor", self._server_stats())),
             **dict(wiring.prefixed("client/actor_replay", self._replay.stats())),
             **dict(wiring.prefixed("client/actor_logger", self._logger.stats())),
@@ -172,7 +198,8 @@ class Actor:
         marks = {"envid": envids, "is_eval": is_eval}
         with self._blocked:
             future = self._replay.add_batch({**transitions.stored, **marks})
-        self._stored.add(future, envids)
+        self._published += 1
+        self._stored.add(future, (envids.tolist(), self._published))
         message = {
             **{key: transitions.stored[key] for key in SIGNALS},
             "is_first": transitions.is_first,
@@ -239,12 +266,16 @@ class Actor:
             return {}
         return {"images": images, "image_envid": np.array([filmed], np.int32)}
 
-    def _not_stored(self, envids: np.ndarray, error: Exception) -> None:
+    def _not_stored(self, batch: tuple[list[int], int], error: Exception) -> None:
         if isinstance(error, RemoteError) and error.type == ReplayMemoryError.__name__:
             self._on_fatal(ReplayMemoryError(error.message))  # It never will.
             return
         logger.warning("The replay did not take a batch: %s", error)
-        self._slots.free(envids.tolist())  # What follows is not consecutive.
+        envids, number = batch
+        # What follows is not consecutive; once for all that were on their way.
+        envids = [x for x in envids if self._broken.get(x, 0) < number]
+        self._broken.update(dict.fromkeys(envids, self._published))
+        self._slots.free(envids)
 
     def _not_logged(self, _: Any, error: Exception) -> None:
         logger.warning("The logger did not take a batch: %s", error)
@@ -298,7 +329,8 @@ def run_actor(
             on_fatal=rendezvous.fail,
             progress=progress,
         )
-        Owners(server.sessions, actor.leave)
+        owners = Owners(server.sessions, actor.leave, actor.free)
+        actor.owns = owners.owns
         server.bind(
             "act",
             actor.act,
@@ -309,20 +341,19 @@ def run_actor(
             timeout=settings.actor_timeout,
             group="is_eval",
         )
+        left = threading.Event()
+        roles = dict(zip(("the replay", "the logger"), clients))
         with server:
+            _start_thread(tell_absences, owners.absences, roles, left)
             if settings.remote_envs:
-                threading.Thread(
-                    target=wait_for_envs,
-                    args=(actor, settings),
-                    name="envs",
-                    daemon=True,
-                ).start()
+                _start_thread(wait_for_envs, actor, settings)
             try:
                 rendezvous.wait()
                 # Not after a failure: workers then wait for an agent that comes back.
                 actor.over = True
             finally:
                 actor.closing = True
+                left.set()
                 # First, since workers would wait as long as the replay takes nothing.
                 for client in clients:
                     client.close()
@@ -331,6 +362,12 @@ def run_actor(
     finally:
         for client in clients:
             client.close()
+
+
+def _start_thread(function: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(
+        target=function, args=arguments, name=function.__name__, daemon=True
+    ).start()
 
 
 def wait_for_envs(actor: Actor, settings: RunSettings) -> None:

@@ -15,10 +15,12 @@ from embodied.run.parallel.actor import run_actor
 from embodied.run.parallel.learner import run_learner
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import join_replicas
+from embodied.run.saving import describe_run
 from embodied.run.settings import RunSettings
 from embodied.workers import Progress, Thread
 
 LEAVE_SECONDS = 30.0  # For the actor to end after the learner.
+ABANDON_SECONDS = 3.0  # For both to end if nobody is to wait any more.
 
 
 def parallel_agent(make_agent: bytes | Callable[[], Agent], args: Any) -> None:
@@ -59,6 +61,8 @@ def run_agent(
       abandon: ends it at once and without a save, since other roles are gone.
     """
     agent = wiring.load_factory(make_agent)()
+    if settings.replica == 0:
+        describe_run(settings.logdir, agent)
     barrier = threading.Barrier(2)
     step = progress.step if progress else lambda: None
     actor = Thread(_act, agent, barrier, settings, step, name="actor")
@@ -69,9 +73,12 @@ def run_agent(
         ).start()
     actor.start()
     learner.start()
-    learner.join()
-    actor.join(LEAVE_SECONDS)
-    failure = Rendezvous(barrier, "agent", "launcher").failure
+    rendezvous = Rendezvous(barrier, "agent", "launcher")
+    while not learner.join(ABANDON_SECONDS):
+        if rendezvous.abandoned:
+            break  # It may wait for who does not answer, until the process ends.
+    actor.join(ABANDON_SECONDS if rendezvous.abandoned else LEAVE_SECONDS)
+    failure = rendezvous.failure
     if failure is not None:
         raise failure
 

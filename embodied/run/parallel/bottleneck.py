@@ -1,4 +1,4 @@
-"""Names what holds a parallel run back, from shares of time. Logger process."""
+"""Names what holds a parallel run back, from what roles log. Logger process."""
 
 from __future__ import annotations
 
@@ -11,39 +11,54 @@ LIMITED = "timer/replay/limited"
 SAMPLING = "timer/replay/sample"
 STORING = "timer/replay/insert"
 POLICY = "timer/actor/policy"
+UPDATES = "parallel/updates"  # Of the learner; it tells of the first batch with 0.
+ON_CPU = "parallel/policy_on_cpu"  # 1 or 0.
+NAMES = {
+    *(LEARNER_WAITS, STREAM_WAITS, LIMITED, SAMPLING, STORING, POLICY, UPDATES),
+    ON_CPU,
+}
 
 SMALL = 0.1  # Of the time: not what holds anything back.
+# Phases before the learner has told what it waits for.
+FILLING, COMPILING, TRAINING = "filling the replay", "compiling", "training begins"
 
 
-def find_bottleneck(shares: Mapping[str, float], threads: int = 1) -> str:
+def find_bottleneck(values: Mapping[str, float], threads: int = 1) -> str:
     """Returns a line that names the slowest link of the chain, and why.
 
     The chain: env -> actor -> replay -> transfer -> learner. A link is the slowest if
-    the one after it waits for it while it does not wait itself.
+    the one after it waits for it while it does not wait itself. Before the learner has
+    told what it waits for nobody knows, and the line is the phase of the run instead.
 
     Args:
-      shares: by the names above; what is missing counts as zero.
+      values: by the names above; what is missing counts as zero.
       threads: that run the policy.
     """
 
-    def share(name: str) -> float:
-        return float(shares.get(name, 0.0))
+    def value(name: str) -> float:
+        return float(values.get(name, 0.0))
 
-    if LEARNER_WAITS in shares:  # Else there was no batch for it yet.
-        waits = share(LEARNER_WAITS)
-        if waits <= SMALL:
-            return _line("learner", f"it waits for batches {waits:.0%} of the time")
-        if share(STREAM_WAITS) <= 0.5 * waits:
-            return _line(
-                "transfer", f"batches are there, and the learner waits {waits:.0%}"
-            )
-    if share(LIMITED) < share(SAMPLING):
-        return _line("replay", f"it samples {share(SAMPLING):.0%} of the time")
-    if share(STORING) >= 0.5:
-        return _line("replay", f"it stores steps {share(STORING):.0%} of the time")
-    policy = share(POLICY) / max(1, threads)
+    if LEARNER_WAITS not in values:
+        if UPDATES not in values:
+            return FILLING
+        return TRAINING if value(UPDATES) else COMPILING
+    waits = value(LEARNER_WAITS)
+    if waits <= SMALL:
+        return _line("learner", f"it waits for batches {waits:.0%} of the time")
+    if value(STREAM_WAITS) <= 0.5 * waits:
+        return _line(
+            "transfer", f"batches are there, and the learner waits {waits:.0%}"
+        )
+    if value(LIMITED) < value(SAMPLING):
+        return _line("replay", f"it samples {value(SAMPLING):.0%} of the time")
+    if value(STORING) >= 0.5:
+        return _line("replay", f"it stores steps {value(STORING):.0%} of the time")
+    policy = value(POLICY) / max(1, threads)
     if policy >= 0.5:
-        return _line("actor", f"the policy runs {policy:.0%} of the time")
+        helps = "a larger run.actor_batch, or another device in jax.policy_devices"
+        if value(ON_CPU):
+            helps = "a smaller model, or a lower run.train_ratio, since it is a CPU"
+        return _line("actor", f"the policy runs {policy:.0%} of the time; try {helps}")
     return _line("env", f"the policy runs only {policy:.0%} of the time")
 
 

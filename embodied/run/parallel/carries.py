@@ -109,17 +109,22 @@ class Slots:
         self._lock = threading.Lock()
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
+        self._away: set[int] = set()  # Envs that may come back.
         self._resize(count)
 
     def __len__(self) -> int:
+        """Returns the number of envs that are not away."""
         with self._lock:
-            return len(self._slots)
+            return len(self._slots) - len(self._away)
 
     def find(self, envids: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the slots of envs, and which of these envs are new."""
         with self._lock:
             ids = list(envids)
+            self._away.difference_update(ids)
             missing = [envid for envid in ids if envid not in self._slots]
+            if len(missing) > len(self._free):
+                self._release(list(self._away))  # Those that are there come first.
             if len(missing) > len(self._free):
                 self._resize(2 * (len(self._slots) + len(missing)))
                 missing = ids
@@ -128,13 +133,22 @@ class Slots:
             slots = [self._slots[envid] for envid in ids]
             return np.array(slots, np.int32), np.isin(ids, missing)
 
+    def leave(self, envids: Iterable[int]) -> None:
+        """Notes envs that are away; their slots are kept while nobody needs them."""
+        with self._lock:
+            self._away.update(x for x in envids if x in self._slots)
+
     def free(self, envids: Iterable[int]) -> None:
         """Gives the slots of envs that are gone to others."""
         with self._lock:
-            gone = [self._slots.pop(x) for x in list(envids) if x in self._slots]
-            if gone:
-                self._table.reset(gone)
-                self._free.extend(gone)
+            self._release(list(envids))
+
+    def _release(self, envids: list[int]) -> None:
+        gone = [self._slots.pop(x) for x in envids if x in self._slots]
+        self._away.difference_update(envids)
+        if gone:
+            self._table.reset(gone)
+            self._free.extend(gone)
 
     def _resize(self, count: int) -> None:
         if self._slots:
@@ -145,6 +159,7 @@ class Slots:
             )
         self._table.resize(count)
         self._slots = {}
+        self._away = set()
         self._free = list(range(count))[::-1]
 
 

@@ -22,19 +22,28 @@ from pathlib import Path
 from typing import Any
 
 from embodied.base import Agent, Tree
-from embodied.checkpoint import Checkpoint, CheckpointError, FileRecord
+from embodied.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    DiskTooSmallError,
+    FileRecord,
+    Manifest,
+)
 from embodied.replay import ReplayCut
+from embodied.rpc import Disconnected
 from embodied.run.live import SAVE, note_event
 from embodied.run.parallel.replicas import Replicas
 from embodied.run.saving import AGENT, FOLDER, PartWriter, load_agent, must_continue
 from embodied.run.settings import RunSettings
+from embodied.run.training_run import LIMITER
 
 SAVE_SECONDS = 900.0  # For a role to write its part.
 DISCARD_SECONDS = 10.0
+ANSWER_SECONDS = 60.0  # For the replay to take back updates.
 NO_TAG = "-"  # In place of a tag, if there can be no save.
 # How a save ended, told by the first replica to all.
 SAVED, NOT_COMMITTED, UNCLEAR = "saved", "not committed", "unclear"
-NOT_SAVED = "A checkpoint could not be saved, training goes on. %s"
+NOT_SAVED = "A checkpoint could not be saved, training goes on. %s %s"
 FILES_LEFT = "Files of that save may be left. %s"
 _COUNT_BYTES = 8
 
@@ -74,6 +83,7 @@ class Conductor:
         self._writer = PartWriter(self._checkpoint, root)
         self._starts = Starts(root / FOLDER)
         self._running: concurrent.futures.Future[bool] | None = None
+        self._parts: dict[str, Any] = {}  # Answers of roles to the last save.
         self._abandoned = threading.Event()
 
     def restore(self) -> bool:
@@ -101,6 +111,7 @@ class Conductor:
         data = self._checkpoint.read_part(manifest, AGENT)
         with must_continue(settings.logdir):
             self._agent.load(data)
+        self._take_back_updates(manifest)
         step = manifest.meta.get("step", 0)
         logger.info("Continuing at step %s, from checkpoint %s.", step, manifest.tag)
         return True
@@ -125,10 +136,10 @@ class Conductor:
             if tag == NO_TAG:
                 _complete(running, False)
                 return
-            parts = [
-                _call(self._roles["replay"].save, tag, trained),
-                _call(self._roles["logger"].save, tag),
-            ]
+            self._parts = {
+                "replay": _call(self._roles["replay"].save, tag, trained),
+                "logger": _call(self._roles["logger"].save, tag),
+            }
             data = self._agent.save()
         except BaseException:
             _complete(running, False)
@@ -136,7 +147,7 @@ class Conductor:
         name = f"save {self._saves}"
         threading.Thread(
             target=self._run,
-            args=(running, name, tag, data, parts, starts),
+            args=(running, name, tag, data, list(self._parts.values()), starts),
             name=name,
             daemon=True,  # One that waits for a dead role must not keep the process.
         ).start()
@@ -145,6 +156,12 @@ class Conductor:
     def busy(self) -> bool:
         """Whether the last save is still being written."""
         return self._running is not None and not self._running.done()
+
+    @property
+    def awaited(self) -> str:
+        """The roles that have not answered to the last save; else the agent."""
+        missing = [name for name, future in self._parts.items() if not future.done()]
+        return " and ".join(f"the {name}" for name in missing or [AGENT])
 
     def wait(self) -> bool:
         """Waits until the last save is written; returns whether it succeeded."""
@@ -165,6 +182,19 @@ class Conductor:
         """Waits for a save that is under way."""
         if self._running is not None:
             concurrent.futures.wait([self._running])
+
+    def _take_back_updates(self, manifest: Manifest) -> None:
+        """Tells the replay which updates are in the weights that were restored."""
+        name = LIMITER + part_suffix(self._settings)
+        if name not in self._checkpoint.parts(manifest):
+            return
+        saved = json.dumps(self._checkpoint.read_part(manifest, name))
+        try:
+            self._roles["replay"].begin_training(saved).result(ANSWER_SECONDS)
+        except Disconnected:
+            pass  # It has just been restarted, and has the counts of that checkpoint.
+        except Exception as error:
+            logger.warning("The replay does not take back lost updates. %s", error)
 
     def _agree(self) -> tuple[str, int]:
         """Returns the tag, the same in all replicas, and the starts until now."""
@@ -195,14 +225,18 @@ class Conductor:
         except Exception as error:  # Nothing that is there already is lost by it.
             if self._abandoned.is_set():
                 return False
-            logger.warning(NOT_SAVED, error)
+            if isinstance(error, DiskTooSmallError) and self._replicas.alone:
+                self._conclude(tag, [own], starts)
+                self._take_back(tag)
+                raise  # No save could ever succeed, which the first one finds.
+            self._warn(error)
         every = self._replicas.gather(name, own)
         outcome = self._conclude(tag, every, starts) if self._replicas.first else ""
         outcome = self._replicas.gather(f"{name} done", outcome)[0]
         if outcome == SAVED:
             return True
         if not self._replicas.alone:
-            logger.warning(NOT_SAVED, "Another replica may say why.")
+            self._warn("Another replica may say why.")
         if outcome == NOT_COMMITTED:
             self._take_back(tag)
         return False
@@ -225,7 +259,7 @@ class Conductor:
                 self._commit(tag, every, starts)
                 return SAVED
         except Exception as error:
-            logger.warning(NOT_SAVED, error)
+            self._warn(error)
         try:
             # What was committed after all, although that raised, is left alone.
             return NOT_COMMITTED if self._checkpoint.discard(tag) else UNCLEAR
@@ -245,6 +279,9 @@ class Conductor:
                 raise CheckpointError("A role was restarted meanwhile.")
             self._checkpoint.commit(tag, records, {"step": step})
         note_event(SAVE, f"Saved step {step}.", step=step, tag=tag)
+
+    def _warn(self, reason: object) -> None:
+        logger.warning(NOT_SAVED, reason, self._checkpoint.what_stands())
 
     def _take_back(self, tag: str) -> None:
         """Removes the roles' files of a save that failed, for the next to have room."""
@@ -267,7 +304,7 @@ class RoleCheckpoint:
 
     def __init__(self, settings: RunSettings):
         self.root = Path(settings.logdir)
-        self._suffix = f"/{settings.replica:05}" if settings.replicas > 1 else ""
+        self._suffix = part_suffix(settings)
         self._checkpoint = Checkpoint(self.root, FOLDER, keep=settings.keep)
         self._writer = PartWriter(self._checkpoint, self.root, self._suffix)
         self._starts = Starts(self.root / FOLDER)
@@ -275,9 +312,14 @@ class RoleCheckpoint:
     def load(self, names: Iterable[str]) -> dict[str, Tree]:
         """Returns the parts of the newest checkpoint; those it lacks are left out.
 
-        What this role has saved before its start is not committed from here on.
+        What this role has saved before its start is not committed from here on, and
+        files that it was writing when it was killed are removed.
         """
         self._starts.add()
+        names = list(names)
+        for name in names:  # A replay has files in a folder of its name, too.
+            for folder in (f"{FOLDER}/{name}", name):
+                self._checkpoint.remove_temporary(folder + self._suffix)
         manifest = self._checkpoint.newest(shared=True)
         if manifest is None:
             return {}
@@ -295,6 +337,10 @@ class RoleCheckpoint:
         save that began before `load` is refused, and a later one needs this role.
         """
         return self._checkpoint.listed()
+
+    def begin(self) -> None:
+        """Makes ready for a save, before the state of its moment is taken."""
+        self._writer.discard_uncommitted()
 
     def write(
         self, tag: str, states: Mapping[str, Tree | ReplayCut], meta: Mapping[str, Any]
@@ -351,6 +397,11 @@ class Starts:
             yield fd, int.from_bytes(os.pread(fd, _COUNT_BYTES, 0), "little")
         finally:
             os.close(fd)
+
+
+def part_suffix(settings: RunSettings) -> str:
+    """Returns the end of names of parts that every replica has."""
+    return f"/{settings.replica:05}" if settings.replicas > 1 else ""
 
 
 def pack_reply(records: Iterable[FileRecord], meta: Mapping[str, Any]) -> str:

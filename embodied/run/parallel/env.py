@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.base import Env
+from embodied.base import BatchEnv, Env
 from embodied.driver import no_exit
 from embodied.rpc import Disconnected, RemoteError
 from embodied.run.console import STOPPING, show_messages, stop_on_signals
@@ -42,7 +42,8 @@ class EnvGroup:
     """Environments that step together, and their next actions.
 
     Args:
-      make_env: makes the environment of an id.
+      make_env: makes the environment of an id. If it has a method `make_batch`, which
+        returns a BatchEnv for a list of ids or None, they step in one call.
       envids: their ids.
       is_eval: whether they evaluate.
       progress: told of every step.
@@ -64,15 +65,17 @@ class EnvGroup:
         }
         self._mark = {key: np.asarray(x[0]) for key, x in self._marks.items()}
         self._envs: list[Env] = []
+        make_batch = getattr(make_env, "make_batch", None)
+        self._batch: BatchEnv | None = make_batch(self.envids) if make_batch else None
         try:
-            for envid in envids:
+            for envid in [] if self._batch else envids:
                 self._envs.append(make_env(envid))
                 self._report()
         except BaseException:
             self.close()
             raise
-        self._spaces = self._envs[0].obs_space
-        self._act_space = self._envs[0].act_space
+        one = self._batch or self._envs[0]
+        self._spaces, self._act_space = one.obs_space, one.act_space
         self.reset()
 
     def reset(self) -> None:
@@ -89,6 +92,12 @@ class EnvGroup:
         They are stacked, [n], unless there is only one environment. Their values were
         checked by the environment's wrapper, and are by the actor.
         """
+        if self._batch is not None:
+            obs = self._batch.step(self.actions)
+            self._report()
+            if self.rows == 1:
+                return {key: obs[key][0] for key in self._spaces} | self._mark
+            return {key: obs[key] for key in self._spaces} | self._marks
         rows = []
         for index, env in enumerate(self._envs):
             action = {key: value[index] for key, value in self.actions.items()}
@@ -108,7 +117,7 @@ class EnvGroup:
 
     def close(self) -> None:
         """Closes the environments."""
-        for env in self._envs:
+        for env in [self._batch] if self._batch else self._envs:
             env.close()
 
     def _report(self) -> None:

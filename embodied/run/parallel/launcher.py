@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from embodied.run.live import RESTART, record_events, record_run
 from embodied.run.parallel import agent, env, replay, wiring
 from embodied.run.parallel import logger as loggers
 from embodied.run.parallel.env_usage import report_env_usage
+from embodied.run.parallel.stopping import StopTimeout, StopWatch
 from embodied.run.settings import RunSettings
 from embodied.workers import (
     Process,
@@ -32,7 +34,12 @@ from embodied.workers import (
 from embodied.workers.thread import Worker
 
 GRACE = 10.0  # Seconds for roles to end after the agent.
-LAST_SAVE = 60.0  # Seconds for the agent to save when an environment ends the run.
+# Seconds that the launcher gives the agent to notice by itself that a stop does not get
+# on, and to say who is waited for.
+AGENT_FIRST = 10.0
+# Errors, by name, that an agent in its own process would only make again.
+_FINAL = ("ConfigError", "DiskTooSmallError", "ReplayMemoryError", "SetupError")
+AGENT_LIMITS = dict.fromkeys((*_FINAL, StopTimeout.__name__), 0)
 
 log = logging.getLogger("embodied.run")
 
@@ -64,6 +71,7 @@ def combined(
     Raises:
       RunFailed: a role has failed for good; names it, with its traceback.
       RunStalled: nothing has progressed for `args.stall_timeout`.
+      StopTimeout: the end could not be saved, as somebody does not answer.
       RoleError: the arguments do not fit together.
     """
     settings = prepare(RunSettings.from_args(args))
@@ -104,8 +112,9 @@ def combined(
                 workers = env.add_workers(supervisor, *makers, settings)
             _tell_start(settings, workers)
             try:
-                with report_env_usage(supervisor, settings):
-                    supervisor.run(until=done)
+                with _bounded_stop(settings, stop, done):
+                    with report_env_usage(supervisor, settings):
+                        supervisor.run(until=done)
             except RunFailed as error:
                 _write_error(settings, error)
                 raise
@@ -182,9 +191,7 @@ def _add_agent(
         return thread
 
     if settings.agent_process:
-        policy = RestartPolicy(
-            settings.restarts["agent"], limits={"ReplayMemoryError": 0}
-        )
+        policy = RestartPolicy(settings.restarts["agent"], limits=AGENT_LIMITS)
         supervisor.add("agent", "agent", make_process, policy, progress)
         threading.Thread(
             target=_pass_on,
@@ -248,12 +255,33 @@ def _before_restart(
     _tell_restart(settings, name, error)
 
 
+@contextlib.contextmanager
+def _bounded_stop(
+    settings: RunSettings, stop: threading.Event, done: threading.Event
+) -> Iterator[None]:
+    """Ends a stop of the body, by `done`, that even the agent does not end.
+
+    Raises:
+      StopTimeout: it was so.
+    """
+    seconds, late = settings.stop_timeout + AGENT_FIRST, threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        done.set()
+
+    with StopWatch(stop, settings.logdir, seconds, give_up):
+        yield
+    if late.is_set():
+        raise StopTimeout.after(seconds, settings.logdir, "the agent")
+
+
 def _save_first(stop: threading.Event, done: threading.Event, error: RunFailed) -> None:
     """Lets the agent save what it has learned before a run ends for its envs."""
     if error.role == "env" and not stop.is_set():
         log.warning("Worker %s failed for good. Saving before the end ...", error.name)
         stop.set()
-        done.wait(LAST_SAVE)
+        done.wait()  # Which comes at the latest when the stop does not get on.
 
 
 def _tell_restart(settings: RunSettings, name: str, error: WorkerError | None) -> None:

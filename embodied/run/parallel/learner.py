@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from embodied.base import Agent, Array, Stream, Tree
@@ -17,9 +17,11 @@ from embodied.clock import GlobalClock
 from embodied.rpc import Disconnected
 from embodied.run.metrics import Means
 from embodied.run.parallel import wiring
+from embodied.run.parallel.bottleneck import UPDATES
 from embodied.run.parallel.conductor import Conductor
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import Replicas, join_replicas
+from embodied.run.parallel.stopping import StopTimeout, StopWatch
 from embodied.run.settings import RunSettings
 from embodied.run.usage import Usage
 
@@ -74,9 +76,13 @@ class Learner:
         """Makes one update; StopIteration if there are no batches any more."""
         with self._waiting:
             batch = next(self._batches)
+        if not self.updates:
+            self._send({UPDATES: 0})
         with self._training:
             self._carry, outputs, metrics = self._agent.train(self._carry, batch)
         self.updates += 1
+        if self.updates == 1:
+            self._begin()
         self._give_back(outputs)
         self._means.add(metrics)
 
@@ -115,6 +121,7 @@ class Learner:
                 "fps/train": rate
                 * self._settings.batch_size
                 * self._settings.batch_length,
+                UPDATES: self.updates,
                 "parallel/updates_per_second": rate,
                 "timer/learner/wait": self._waiting.share(),
                 "timer/learner/train": self._training.share(),
@@ -129,6 +136,13 @@ class Learner:
     def drain(self, timeout: float) -> None:
         """Waits until all that was sent has arrived."""
         self._results.wait(timeout)
+
+    def _begin(self) -> None:
+        """Counts from here on: before, the replay was filled, the update compiled."""
+        for share in (self._waiting.share, self._training.share, self._stream_wait):
+            share()
+        self._counted = (time.monotonic(), self.updates)
+        self._send({UPDATES: self.updates})
 
     def _give_back(self, outputs: dict[str, Any]) -> None:
         if "replay" in outputs:
@@ -202,6 +216,8 @@ def run_learner(
         rendezvous.on_failure(
             lambda: conductor.abandon() if rendezvous.abandoned else None
         )
+        watch = _watch_stop(stop, settings, rendezvous, conductor)
+        stack.enter_context(watch)
         if not conductor.restore() and not over:
             conductor.save(trained=0)
             conductor.wait()
@@ -218,12 +234,26 @@ def run_learner(
             stream_wait=stream.waiting.share,
             stream_stats=samples.stats,
         )
-        _train(
-            learner, conductor, over, rendezvous, settings, progress, replicas.client
-        )
+        notes = (watch.step, progress)
+        _train(learner, conductor, over, rendezvous, settings, notes, replicas.client)
     rendezvous.check()
     with contextlib.suppress(TimeoutError):
         rendezvous.meet(END_SECONDS)
+
+
+def _watch_stop(
+    stop: threading.Event,
+    settings: RunSettings,
+    rendezvous: Rendezvous,
+    conductor: Conductor,
+) -> StopWatch:
+    """Has the agent fail if its last save does not get on."""
+    seconds, logdir = settings.stop_timeout, settings.logdir
+
+    def give_up() -> None:
+        rendezvous.abandon(StopTimeout.after(seconds, logdir, conductor.awaited))
+
+    return StopWatch(stop, logdir, seconds, give_up)
 
 
 def _connect(replay: Any, log: Any, replicas: Replicas, stop: threading.Event) -> bool:
@@ -240,7 +270,7 @@ def _train(
     over: _RunEnd,
     rendezvous: Rendezvous,
     settings: RunSettings,
-    progress: Callable[[], None],
+    stepped: Iterable[Callable[[], None]],
     clock: Any,
 ) -> None:
     """The learner's loop; `clock` gives all replicas the same decisions."""
@@ -252,7 +282,8 @@ def _train(
             learner.step()
         except StopIteration:
             break
-        progress()
+        for note in stepped:
+            note()
         if should_report():
             learner.report("report", over.opened)
             # Replicas that have no evaluation steps yet would be out of step.

@@ -20,18 +20,19 @@ from embodied.rpc import Unanswered
 from embodied.run.console import show_messages, stop_on_signals
 from embodied.run.live import HOST, LiveFile, Rate, note_event, record_events
 from embodied.run.parallel import wiring
-from embodied.run.parallel.bottleneck import find_bottleneck
+from embodied.run.parallel.bottleneck import NAMES, UPDATES, find_bottleneck
 from embodied.run.parallel.conductor import RoleCheckpoint
-from embodied.run.saving import LOGGER, StepCount
+from embodied.run.saving import LOGGER, StepCount, rewind
 from embodied.run.settings import RunSettings
 from embodied.run.usage import Usage
 
 BOTTLENECK = "parallel/bottleneck"
-TIMER = "timer/"
 SCORE = "episode/score"
 LIVE_SCORES = 50  # Of the newest episodes.
 # Metrics of roles whose newest values are shown while they run.
-LIVE_METRICS = ("server/", "client/", "usage/", TIMER, "fps/", "parallel/", "replay/")
+LIVE_METRICS = (
+    *("server/", "client/", "usage/", "timer/", "fps/", "parallel/", "replay/"),
+)
 HOST_SECONDS = 10.0  # Without a word, after which a host counts as gone.
 LONGEST_PAUSE = 10.0  # Seconds without steps of any env that count as time.
 
@@ -85,7 +86,8 @@ class LoggerRole:
         self._actor_threads = settings.actor_threads
         self._lock = threading.Lock()
         self._counted = threading.Condition(self._lock)
-        self._shares: dict[str, float] = {}  # Of time, the newest of every role.
+        self._reported: dict[str, float] = {}  # The newest of every role.
+        self._told: set[str] = set()  # Bottlenecks that a person has read about.
         self._steps = 0
         self._since = time.monotonic()
         self._closed = False
@@ -96,20 +98,25 @@ class LoggerRole:
         )
         self._finished = 0
         self._newest: dict[str, float] = {}  # Values of LIVE_METRICS.
-        self._reported = 0.0
+        self._reported_at = 0.0
         self._bottleneck = ""
         self._hosts: dict[str, dict[str, Any]] = {}
 
     def add(self, metrics: dict[str, Any]) -> None:
         """Adds metrics of a role."""
         with self._lock:
+            phase = self._reported.get(UPDATES)
             for name, value in metrics.items():
-                if name.startswith(TIMER):
-                    self._shares[name] = float(value)
+                if name in NAMES:
+                    self._reported[name] = float(value)
                 if name.startswith(LIVE_METRICS) and not np.ndim(value):
                     self._newest[name] = value
-            self._reported = time.time()
+            self._reported_at = time.time()
             self._logger.add(metrics)
+            # The first batch and the first update are news.
+            if self._reported.get(UPDATES) != phase and not phase:
+                self._logger.add({BOTTLENECK: find_bottleneck(self._reported)})
+                self._logger.write()
             self._write_if_due()
 
     def tran(self, transitions: dict[str, Any]) -> int:
@@ -165,7 +172,7 @@ class LoggerRole:
                 "episodes": self._finished,
                 "scores": list(self._scores),
                 "bottleneck": self._bottleneck,
-                "reported": self._reported,
+                "reported": self._reported_at,
                 "metrics": {
                     name: value
                     for name, value in self._newest.items()
@@ -195,9 +202,10 @@ class LoggerRole:
             return self._count.save()
 
     def load(self, data: dict[str, Any]) -> None:
-        """Goes on counting from a saved state."""
+        """Goes on counting from a saved state, and takes back what came after it."""
         with self._lock:
             self._count.load(data)
+            rewind(self._logger)
 
     def release(self) -> None:
         """Ends waits, so that the server can close."""
@@ -227,17 +235,22 @@ class LoggerRole:
             self._logger.add({"fps/env": steps / max(1e-9, elapsed)})
         self._logger.add(self._episodes.result())
         self._logger.add(self._usage.result(), prefix="usage/logger")
-        if self._shares and steps:
-            line = find_bottleneck(self._shares, self._actor_threads)
+        if self._reported and steps:
+            line = find_bottleneck(self._reported, self._actor_threads)
             self._bottleneck = line
             self._logger.add({BOTTLENECK: line})
-            log.info(
-                "Step %d, %.0f steps/s. Bottleneck: %s.",
-                int(self._logger.step),
-                steps / max(1e-9, elapsed),
-                line,
-            )
+            self._tell(line, steps / max(1e-9, elapsed))
         self._logger.write()
+
+    def _tell(self, line: str, rate: float) -> None:
+        """Prints who holds the run back; once, where a terminal shows the rest."""
+        role, colon, _ = line.partition(":")
+        note = f"Bottleneck: {line}." if colon else f"Now: {line}."
+        if not getattr(self._logger, "has_terminal", False):
+            log.info("Step %d, %.0f steps/s. %s", int(self._logger.step), rate, note)
+        elif colon and role not in self._told:
+            log.info("%s", note)
+        self._told.add(role)
 
 
 def parallel_logger(make_logger: Any, args: Any) -> None:
@@ -261,8 +274,7 @@ def serve(role: LoggerRole, settings: RunSettings, stop: threading.Event) -> Non
     """Connects a role and serves it until `stop` is set."""
     checkpoint = RoleCheckpoint(settings)
     parts = checkpoint.load([LOGGER])
-    if LOGGER in parts:
-        role.load(parts[LOGGER])
+    role.load(parts.get(LOGGER, {"step": 0}))
     server = wiring.make_server(
         *("Server", settings.logger_addr, "logger", settings),
         on_failure=lambda error: stop.set(),

@@ -119,10 +119,10 @@ class Rendezvous:
         for callback in callbacks:
             callback()
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """Fails, and has the other sides wait for nothing any more."""
         self._shared.abandoned = True
-        self.fail(RuntimeError("The run was ended."))
+        self.fail(error or RuntimeError("The run was ended."))
 
     def call_off(self) -> None:
         """Leaves well before both have met."""

@@ -6,6 +6,7 @@ refreshes latents, and one saves and tells statistics.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Callable, Collection
@@ -25,6 +26,7 @@ from embodied.run.settings import RunSettings
 from embodied.run.training_run import EVAL_REPLAY, LIMITER, TRAIN_REPLAY, make_limiter
 from embodied.run.usage import Usage
 
+OPEN_CALLS = 16  # For batches that a learner has open at once, and may lose.
 SMALLEST_FILLING = 10.0  # Seconds between notes on how full the replay is.
 
 logger = logging.getLogger("embodied.run")
@@ -57,6 +59,8 @@ class ReplayRole:
     ):
         self._replays = {TRAIN_REPLAY: train, EVAL_REPLAY: evaluation}
         self._train, self._eval = train, evaluation
+        for replay in self._replays.values():
+            replay.use_context(settings.replay_context)
         self._batch = settings.batch_size
         self.limiter = make_limiter(settings)
         self._streams = {
@@ -67,6 +71,9 @@ class ReplayRole:
         self._storing = threading.Lock()
         self._drawing = threading.Lock()
         self._drawn = 0  # Training batches that the learner has been given.
+        # Samples in the weights of the learner when it started; None if it was there
+        # before this role.
+        self._base: int | None = None
         self._limited = wiring.Stopwatch()
         self._sampling = wiring.Stopwatch()
         self._inserting = wiring.Stopwatch()
@@ -105,8 +112,7 @@ class ReplayRole:
             if not self.limiter.wait_sample():
                 raise Unanswered("The replay is closing.")
         with self._drawing:
-            self.limiter.sample(self._batch)
-            self._drawn = self._drawn + 1 if number is None else int(number) + 1
+            self._count_drawn(number)
         with self._sampling:
             return next(self._streams["train"])
 
@@ -121,6 +127,27 @@ class ReplayRole:
     def update(self, data: dict[str, Array]) -> None:
         """Refreshes latents and priorities in the train replay."""
         self._train.update(data)
+
+    def begin_training(self, saved: str) -> None:
+        """Takes back the samples that a learner which has started does not have.
+
+        A learner that was restarted goes on from its checkpoint, without the updates
+        that it made since: as many are made again.
+
+        Args:
+          saved: of the limiter in the learner's checkpoint, as JSON.
+        """
+        with self._drawing:
+            samples = int(self.limiter.stats()["samples"])
+            self._base = min(samples, self.limiter.saved_samples(json.loads(saved)))
+            self._drawn = 0
+            self.limiter.set_samples(self._base)
+        if self._base < samples:
+            logger.info(
+                "The learner is back, without the updates since its checkpoint: %d "
+                "samples are drawn again.",
+                samples - self._base,
+            )
 
     def load(self, parts: dict[str, Any]) -> None:
         """Restores the parts of a checkpoint."""
@@ -170,6 +197,21 @@ class ReplayRole:
         self.limiter.close()
         for stream in self._streams.values():
             stream.close()
+
+    def _count_drawn(self, number: int | None) -> None:
+        """Counts a training batch. `_drawing` is held.
+
+        Raises:
+          Unanswered: the call is one that a learner which was killed had still open.
+        """
+        number = self._drawn if number is None else int(number)
+        if self._base is not None and number > self._drawn + OPEN_CALLS:
+            raise Unanswered("Another learner has asked for this batch.")
+        self.limiter.sample(self._batch)
+        self._drawn = number + 1
+        if self._base is not None:
+            # Also without those whose numbers cannot be told from the new learner's.
+            self.limiter.set_samples(self._base + self._drawn * self._batch)
 
     def _sample(self, mode: str, replay: Replay) -> dict[str, Array]:
         if not len(replay):
@@ -228,6 +270,7 @@ def serve(role: ReplayRole, settings: RunSettings, stop: threading.Event) -> Non
     )
 
     def save(tag: str, trained: int) -> str:
+        checkpoint.begin()
         return checkpoint.write(tag, role.cut(trained), {})
 
     for name in (
@@ -236,6 +279,7 @@ def serve(role: ReplayRole, settings: RunSettings, stop: threading.Event) -> Non
         "sample_batch_report",
         "sample_batch_eval",
         "update",
+        "begin_training",
     ):
         server.bind(name, getattr(role, name), workers=1)
     # One save at a time, in a thread of its own, since it may take minutes.

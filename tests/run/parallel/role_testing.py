@@ -66,14 +66,14 @@ class Waiting:
     """Who receives answers that a test gives."""
 
     def wait_for(self, future, timeout):
-        future.block(None if timeout is None else time.monotonic() + timeout)
+        future.block(timeout)
 
     def attend(self):
         pass
 
 
 def make_future(name="call"):
-    return Future(name, Waiting())
+    return Future(name, "the server", Waiting())
 
 
 class FakeClient:

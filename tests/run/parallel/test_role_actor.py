@@ -125,12 +125,49 @@ class TestAct:
         assert setting.stored()["is_first"].tolist() == [True, True, True]
         assert setting.step([0, 1, 2]) == [2, 2, 2]
 
-    def test_an_env_that_left_begins_anew(self):
+    def test_an_env_that_another_worker_steps_begins_anew(self):
+        setting = Setting()
+        setting.step([0, 1])
+        setting.actor.free([0, 17])
+        assert setting.actor.stats()["parallel/envs"] == 1
+        assert setting.step([0, 1]) == [1, 2]
+
+    def test_an_env_that_was_away_goes_on(self):
         setting = Setting()
         setting.step([0, 1])
         setting.actor.leave([0, 17])
         assert setting.actor.stats()["parallel/envs"] == 1
-        assert setting.step([0, 1]) == [1, 2]
+        assert setting.step([0, 1]) == [2, 2]
+        assert setting.actor.stats()["parallel/envs"] == 2
+
+    def test_its_place_is_for_others_who_need_it(self):
+        setting = Setting()
+        setting.step(range(4))  # As many as there are places.
+        setting.actor.leave([0, 1])
+        assert setting.step([2, 3, 8, 9]) == [2, 2, 1, 1]
+        assert setting.step([8, 9]) == [2, 2], "nobody else began anew"
+
+    def test_in_the_middle_of_an_episode_a_new_one_begins(self):
+        setting = Setting()
+        setting.actor.owns = lambda envid: envid < 2
+        obs = observations([0, 1, 2], is_first=[False, True, False])
+        reply, message = setting.actor.act(obs)
+        assert reply["reset"].tolist() == [True, False, False], "not of strangers"
+        setting.actor.publish(message)
+        assert setting.stored()["envid"].tolist() == [1, 2]
+        assert setting.logged()["envid"].tolist() == [1, 2]
+        reply, message = setting.actor.act(observations([0], is_first=[True]))
+        assert not reply["reset"].any()
+        setting.actor.act(observations([0]))
+        assert setting.actor.act(observations([0]))[0]["reset"].tolist() == [False]
+
+    def test_nothing_is_published_of_a_batch_that_is_all_lost(self):
+        setting = Setting()
+        setting.actor.owns = lambda envid: True
+        reply, message = setting.actor.act(observations([0, 1]))
+        assert reply["reset"].all()
+        setting.actor.publish(message)
+        assert not setting.replay.sent("add_batch")
 
     def test_another_env_is_filmed_when_the_first_has_left(self):
         setting = Setting()
@@ -218,6 +255,26 @@ class TestPublish:
         assert "did not take a batch: full" in caplog.text
         setting.step([0, 1])
         assert setting.stored()["is_first"].tolist() == [True, False]
+
+    def test_batches_that_are_lost_together_begin_one_episode(self):
+        setting = Setting(replay=FakeClient(held=["add_batch"]))
+        setting.actor.owns = lambda envid: True
+        setting.step([0], is_first=[True])
+        for _ in range(2):
+            setting.step([0])
+        first, second, third = setting.replay.open
+        first.set_error(RuntimeError("gone"))
+        setting.step([0])  # Here it is noticed.
+        reply, message = setting.actor.act(observations([0]))
+        assert reply["reset"].tolist() == [True]
+        setting.actor.publish(message)
+        second.set_error(RuntimeError("gone"))
+        setting.step([0], is_first=[True])
+        third.set_error(RuntimeError("gone"))
+        for _ in range(2):
+            reply, message = setting.actor.act(observations([0]))
+            assert reply["reset"].tolist() == [False]
+            setting.actor.publish(message)
 
     def test_a_replay_without_memory_is_fatal(self):
         error = RemoteError("exception", "too large", "ReplayMemoryError")

@@ -66,15 +66,42 @@ class TestMetrics:
         for _ in range(3):
             learner.step()
         learner.log()
-        (metrics,) = logger.sent("add")[0]
+        (metrics,) = logger.sent("add")[-1]
         assert metrics["train/loss"] == 2.0
+        assert metrics["parallel/updates"] == 3
         assert metrics["fps/train"] == pytest.approx(
             metrics["parallel/updates_per_second"] * 2 * 4
         )
         assert 0 <= metrics["timer/learner/train"] <= 1
         assert metrics["client/learner_replay/calls"] == 0
         learner.log()
-        assert "train/loss" not in logger.sent("add")[1][0]
+        assert "train/loss" not in logger.sent("add")[-1][0]
+
+    def test_the_first_batch_and_the_first_update_are_told_at_once(self):
+        told = []
+
+        class Slow(CountingAgent):
+            def train(self, carry, batch):
+                told.append(logger.sent("add"))
+                return super().train(carry, batch)
+
+        learner, _, _, logger = make_learner([{}] * 2, agent=Slow())
+        learner.step()
+        assert told == [[({"parallel/updates": 0},)]]  # It compiles now.
+        learner.step()
+        assert logger.sent("add") == [({"parallel/updates": n},) for n in (0, 1)]
+
+    def test_shares_of_time_do_not_count_what_came_before_the_first_update(self):
+        shares = iter([0.9, 0.2])  # The stream has waited for a replay to be filled.
+        logger = FakeClient()
+        learner = Learner(
+            *(CountingAgent(), iter([{}, {}]), FakeClient(), logger, make_args()),
+            stream_wait=lambda: next(shares),
+        )
+        learner.step()
+        learner.step()
+        learner.log()
+        assert logger.sent("add")[-1][0]["timer/learner/stream_wait"] == 0.2
 
 
 class TestReport:

@@ -144,6 +144,34 @@ class TestWriting:
         (line,) = notes.values("parallel/bottleneck")
         assert line.startswith("learner: ")
 
+    def test_phases_before_training_are_told_at_once(self):
+        role, notes = make_role(log_every=0)
+        for updates in (0, 1, 2):
+            role.add({"parallel/updates": updates})
+        assert notes.values("parallel/bottleneck") == ["compiling", "training begins"]
+        assert notes.writes == 2
+
+    def test_before_the_first_batch_the_replay_is_being_filled(self, caplog):
+        role, notes = make_role(log_every=-1)
+        role.add({"timer/actor/policy": 0.9})
+        with caplog.at_level("INFO", "embodied"):
+            role.tran(batch([0]))
+        assert notes.values("parallel/bottleneck") == ["filling the replay"]
+        assert caplog.messages[-1].endswith(" steps/s. Now: filling the replay.")
+
+    @pytest.mark.parametrize("has_terminal", [False, True])
+    def test_a_terminal_shows_lines_itself(self, caplog, has_terminal):
+        role, notes = make_role(log_every=-1)
+        notes.has_terminal = has_terminal
+        role.add({"timer/learner/wait": 0.01})
+        with caplog.at_level("INFO", "embodied"):
+            for _ in range(3):
+                role.tran(batch([0]))
+        told = "Bottleneck: learner: it waits for batches 1% of the time."
+        assert all(told in message for message in caplog.messages)
+        # The sentence comes once, for the line has only the name.
+        assert len(caplog.messages) == (1 if has_terminal else 3)
+
     def test_several_threads(self):
         role, notes = make_role(log_every=-1)
 

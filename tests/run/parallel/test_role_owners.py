@@ -1,6 +1,7 @@
 """Every env has one worker: restarted ones, killed ones, and two for the same env."""
 
 import os
+import re
 import signal
 import time
 
@@ -11,7 +12,7 @@ from embodied.rpc import BatchServer, Client, Keys, RemoteError, WireError, free
 from embodied.rpc.links import Link
 from embodied.rpc.sessions import MAX_INFLIGHT, PROTOCOL, Sessions
 from embodied.run.parallel.actor import Actor
-from embodied.run.parallel.owners import Owners, read_info, worker_info
+from embodied.run.parallel.owners import Absences, Owners, read_info, worker_info
 from embodied.workers import Process
 
 KEYS = Keys.generate()
@@ -25,7 +26,8 @@ class Setting:
         self.replay = FakeClient()
         self.actor = Actor(CountingAgent(), self.replay, FakeClient(), 4)
         self.sessions = Sessions(TIMEOUT, discard=lambda link: None)
-        self.owners = Owners(self.sessions, self.actor.leave)
+        self.owners = Owners(self.sessions, self.actor.leave, self.actor.free)
+        self.actor.owns = self.owners.owns
 
     def hello(self, client, envids, supervisor="", slots=1):
         return self.sessions.hello(
@@ -66,7 +68,7 @@ class TestSupervised:
         assert setting.step([0, 1]) == [1, 1]
         assert setting.hello(b"second", [0, 1], "host", slots=2) is not None
         assert setting.sessions.slots(False) == 2  # Nobody waits for the first.
-        assert setting.step([0, 1]) == [1, 1]
+        assert setting.step([0, 1], is_first=[True, True]) == [1, 1]
         assert setting.stored("is_first") == [True, True]
 
     def test_the_late_departure_of_the_killed_one_resets_nothing(self):
@@ -126,10 +128,48 @@ class TestStrangers:
         setting.sessions.bye(setting.hello(b"first", [0, 1]))
         assert setting.hello(b"second", [1, 2]) is not None
 
+    def test_one_that_was_silent_goes_on_where_it_was(self):
+        setting = Setting()
+        setting.hello(b"first", [0, 1], slots=2)
+        setting.step([0, 1], is_first=[True, True])
+        setting.pass_time(b"first", seconds=30.0)
+        assert setting.actor.stats()["parallel/envs"] == 0
+        (note,) = setting.owners.absences.notes()
+        assert re.search(r"heard of envs 0 to 1 since [\d:]{8}, 30 s ago", note)
+        assert setting.owners.absences.notes() == []
+        setting.hello(b"first", [0, 1], slots=2)
+        assert setting.owners.absences.notes() == ["Back after 30 s: envs 0 to 1."]
+        assert setting.step([0, 1]) == [2, 2]
+        assert setting.stored("is_first") == [False, False]
+
+    def test_one_that_was_forgotten_does_not(self):
+        setting = Setting()
+        setting.hello(b"first", [0])
+        setting.step([0], is_first=[True])
+        setting.pass_time(b"first", seconds=1000.0)
+        setting.hello(b"first", [0])
+        assert setting.step([0], is_first=[True]) == [1]
+
     def test_one_that_connects_again_is_no_other_one(self):
         setting = Setting()
         setting.hello(b"first", [0])
         assert setting.hello(b"first", [0]) is not None
+
+
+def test_absences_are_told_less_and_less_often():
+    now = [0.0]
+    absences = Absences(lambda: now[0])
+    absences.begin([3, 5, 4, "the replay"])
+    told = []
+    for second in range(1, 101):
+        now[0] = second
+        told += [second] * len(absences.notes())
+    assert told == [10, 20, 40, 80]
+    absences.end([3, 9])
+    assert absences.notes() == ["Back after 100 s: envs 3."]
+    now[0] = 200
+    (note,) = absences.notes()
+    assert "heard of the replay, envs 4 to 5 since" in note
 
 
 @pytest.mark.parametrize(
@@ -156,11 +196,11 @@ class Serving:
         self.server = BatchServer(free_port(), "actor", keys=KEYS)
         self.actor = Actor(CountingAgent(), FakeClient(), FakeClient(), 4)
         self.freed = []
-        Owners(self.server.sessions, self._free)
+        Owners(self.server.sessions, self.actor.leave, self._free)
         self.server.bind("act", self.actor.act, self.actor.publish, batch=1, limit=4)
 
     def _free(self, envids):
-        self.actor.leave(envids)
+        self.actor.free(envids)
         self.freed += envids
 
     def client(self, envids, supervisor, name="worker"):

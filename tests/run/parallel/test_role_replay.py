@@ -1,6 +1,7 @@
 """The replay role without its server."""
 
 import itertools
+import json
 import threading
 
 import numpy as np
@@ -186,6 +187,43 @@ class TestSave:
         for number in (0, 1, 2, 0):
             role.sample_batch_train(number)
         assert role_counts(role, tmp_path, trained=1) == 4 * BATCH
+
+    def test_updates_that_a_learner_has_lost_are_made_again(self, tmp_path):
+        role = make_role(tmp_path)
+        fill(role, FULL + 3)
+        for number in range(2):
+            role.sample_batch_train(number)
+        saved = save(role, tmp_path, trained=1)["limiter"]
+        for number in range(2, 4):
+            role.sample_batch_train(number)
+        role.begin_training(json.dumps(saved))
+        assert role.limiter.stats()["samples"] == 1 * BATCH
+        for number in range(3):
+            role.sample_batch_train(number)
+        assert role.limiter.stats()["samples"] == 4 * BATCH
+        assert role_counts(role, tmp_path, trained=2) == 3 * BATCH
+
+    def test_calls_of_a_learner_that_was_killed_do_not_count(self, tmp_path):
+        role = make_role(tmp_path)
+        fill(role, FULL + 3)
+        role.sample_batch_train(500)
+        saved = save(role, tmp_path, trained=501)["limiter"]
+        role.begin_training(json.dumps(saved))
+        with pytest.raises(Unanswered, match="Another learner"):
+            role.sample_batch_train(501)
+        role.sample_batch_train(1)  # It looks like one of the new learner.
+        role.sample_batch_train(0)
+        assert role.limiter.stats()["samples"] == 2 * BATCH
+
+    def test_with_another_ratio_counts_begin_anew(self, tmp_path):
+        role = make_role(tmp_path)
+        fill(role, FULL + 3)
+        saved = save(role, tmp_path)["limiter"]
+        role.sample_batch_train(0)
+        role.begin_training(json.dumps({**saved, "samples": 99, "ratio": [7, 3]}))
+        assert role.limiter.stats()["samples"] == 0
+        with pytest.raises(ValueError, match="saved state"):
+            role.begin_training("{}")
 
     def test_a_save_does_not_wait_for_an_insert_that_waits(self, tmp_path):
         role = make_role(tmp_path)

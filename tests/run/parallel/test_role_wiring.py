@@ -233,10 +233,16 @@ def test_factories_may_be_pickled():
             },
             "env",
         ),
-        ({"replay/limited": 0.9, "replay/insert": 0.9, "actor/policy": 0.1}, "replay"),
-        # Before the first batch, the learner has told nothing.
-        ({"actor/policy": 0.2, "replay/limited": 1.0}, "env"),
-        ({}, "env"),
+        (
+            {
+                "learner/wait": 0.8,
+                "learner/stream_wait": 0.7,
+                "replay/limited": 0.9,
+                "replay/insert": 0.9,
+                "actor/policy": 0.1,
+            },
+            "replay",
+        ),
     ],
 )
 def test_the_slowest_link_is_named(shares, role):
@@ -244,7 +250,35 @@ def test_the_slowest_link_is_named(shares, role):
     assert find_bottleneck(shares).startswith(f"{role}: ")
 
 
+@pytest.mark.parametrize(
+    ("values", "phase"),
+    [
+        ({}, "filling the replay"),
+        ({"timer/actor/policy": 0.9, "timer/replay/sample": 0.0}, "filling the replay"),
+        ({"parallel/updates": 0, "timer/actor/policy": 0.9}, "compiling"),
+        ({"parallel/updates": 1, "timer/actor/policy": 0.9}, "training begins"),
+    ],
+)
+def test_there_is_no_bottleneck_before_the_learner_has_told_of_updates(values, phase):
+    assert find_bottleneck(values) == phase
+
+
+ACTING = {
+    "timer/learner/wait": 0.8,
+    "timer/learner/stream_wait": 0.7,
+    "timer/replay/limited": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "remedy"), [(0, "jax.policy_devices"), (1, "run.train_ratio")]
+)
+def test_the_remedy_for_the_actor_depends_on_its_device(on_cpu, remedy):
+    values = {**ACTING, "timer/actor/policy": 0.9, "parallel/policy_on_cpu": on_cpu}
+    assert remedy in find_bottleneck(values)
+
+
 def test_several_policy_threads_share_the_work():
-    shares = {"timer/replay/limited": 1.0, "timer/actor/policy": 1.2}
+    shares = {**ACTING, "timer/actor/policy": 1.2}
     assert find_bottleneck(shares, threads=1).startswith("actor: ")
     assert find_bottleneck(shares, threads=4).startswith("env: ")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import plot
+from dreamerv3 import plot
+from dreamerv3.main import main
 from dreamerv3.suite import curves
 
 SCORES = [(40_000, 0.0), (200_000, 30.0), (400_000, 90.0)]
@@ -126,7 +127,57 @@ def test_the_title_says_task_size_and_seeds(runs, expected):
     assert plot.title(made) == expected
 
 
+def test_runs_of_several_tasks_become_panels(make_run, tmp_path):
+    make_run("runs/a0", SCORES)
+    make_run("runs/a1", SCORES, seed=1)
+    make_run("runs/b", SCORES, flags=("--task", "gym_CartPole-v1"))
+    (tmp_path / "runs/notes").mkdir()
+    out = plot.render([tmp_path / "runs/*"], tmp_path / "grid.png")
+    with Image.open(out) as image:
+        assert image.size[0] == 2 * plot.PANEL[0]
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    left, right = pixels[:, : plot.PANEL[0]], pixels[:, plot.PANEL[0] :]
+    sizes = [plot.COLORS[0], plot.COLORS[1]]  # size12m, and the full size.
+    assert count(left[100:], sizes[0]) > 200
+    assert count(left[100:], sizes[1]) == 0
+    assert count(right[100:], sizes[1]) > 200
+
+
+def test_wildcards_find_runs_at_any_depth(make_run, tmp_path):
+    runs = [make_run("runs/a", SCORES), make_run("runs/deep/b", SCORES, seed=1)]
+    assert plot.find_runs(tmp_path / "runs/**") == runs
+    assert plot.find_runs(tmp_path / "runs/*") == runs[:1]
+    assert plot.find_runs(runs[0]) == runs[:1]
+
+
+def test_a_picture_can_be_svg(make_run, tmp_path):
+    logdir = make_run("a", SCORES)
+    out = plot.render([logdir], tmp_path / "curve.svg")
+    text = out.read_text()
+    assert text.startswith("<?xml")
+    assert plot.COLORS[0] in text
+    again = plot.render([logdir], tmp_path / "again.svg")
+    assert again.read_text() == text
+
+
+def test_the_program_plots_a_run_and_others(make_run, tmp_path):
+    logdir = make_run("a", SCORES)
+    assert main(["--script", "plot", "--logdir", str(logdir)]) == 0
+    assert count(drawn(logdir / "scores.png"), plot.COLORS[0]) > 500
+    out = tmp_path / "both.svg"
+    make_run("b", SCORES, seed=1)
+    given = ["--plot.runs", str(tmp_path / "*"), "--plot.out", str(out)]
+    assert main(["--script", "plot", *given]) == 0
+    assert out.read_text().startswith("<?xml")
+    assert main(["--script", "plot", "--plot.runs", str(tmp_path / "none*")]) == 2
+
+
 # Refusals.
+
+
+def test_wildcards_without_a_run_are_refused(tmp_path, capsys):
+    line = fails(capsys, tmp_path / "none*", "--out", tmp_path / "a.png")
+    assert "expected wildcards that match logdirs of runs" in line
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
@@ -174,7 +225,7 @@ def test_damaged_files_are_named(make_run, tmp_path, capsys, text, message):
         (("--metric", "train/nothing"), "expected metrics.jsonl"),
         (("--reference", "chess"), "expected none or one of atari100k_alien, "),
         (("--label", "one", "two"), "expected one for each of 1 runs, got 2"),
-        (("--out", "curve.jpg"), "expected a file name that ends in .png"),
+        (("--out", "curve.jpg"), "expected a file name that ends in .png or .svg"),
         (("--out", "/dev/null/curve.png"), "cannot be written"),
     ],
 )
@@ -195,33 +246,9 @@ def test_widths_are_positive(arguments, capsys):
     assert "expected a number above 0" in capsys.readouterr().err
 
 
-def test_runs_of_several_tasks_are_refused(make_run, tmp_path, capsys):
-    logdirs = (
-        make_run("a", SCORES),
-        make_run("b", SCORES, flags=("--task", "gym_CartPole-v1")),
-    )
-    line = fails(capsys, *logdirs, "--out", tmp_path / "a.png")
-    assert "expected runs of one task, got atari100k_boxing, gym_CartPole-v1" in line
-
-
 def test_without_matplotlib_the_program_says_what_to_install(
     make_run, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     line = fails(capsys, make_run("a", SCORES), "--out", tmp_path / "a.png")
     assert "pip install 'dreamerv3-parallel[plot]'" in line
-
-
-def test_a_run_that_draws_at_its_end_does_not_fail_without_matplotlib(
-    make_run, tmp_path, capsys, monkeypatch
-):
-    logdir, out = make_run("a", SCORES), tmp_path / "a.png"
-    assert plot.draw([logdir], out)
-    assert capsys.readouterr().err == ""
-    out.unlink()
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not plot.draw([logdir], out)
-    assert capsys.readouterr().err.startswith(
-        "No plot: expected the package matplotlib"
-    )
-    assert not out.exists()

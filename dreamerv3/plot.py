@@ -1,34 +1,43 @@
-"""Draws learning curves of finished or running runs into a PNG; a program of its own.
+"""Draws learning curves of finished or running runs; a program of its own.
 
-    python -m benchmarks.plot LOGDIR [LOGDIR ...] --out FILE.png
+    python -m dreamerv3.plot LOGDIR [LOGDIR ...] --out FILE.png
+    python -m dreamerv3.plot 'logdir/*' --out curves.svg
 
 Each dot is an episode, at the agent step at which it ended. A single run gets a running
 mean. Runs with the same label are seeds of one curve, their mean, in a band from the
-least to the most. A published curve of the task is drawn beside them where there is one
-(`dreamerv3/suite/published.json`). Needs matplotlib, the extra `plot`.
+least to the most. Runs of several tasks get a panel for each task. A published curve of
+a task is drawn beside them where there is one (`dreamerv3/suite/published.json`). Needs
+matplotlib, the extra `plot`.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dreamerv3.cli.config import FILENAME
 from dreamerv3.suite import curves
 from dreamerv3.suite.curve_plot import (
     COLORS,
     FAINT,
     INK,
+    add_legend,
     new_figure,
     style_axes,
-    write_png,
+    write_figure,
 )
 from dreamerv3.suite.curves import Curve, PlotError
 from dreamerv3.suite.presets import PublishedCurve, find_published, published_tasks
 
-WIDTH, HEIGHT = 1200, 720  # Pixels.
+FORMATS = (".png", ".svg")
+WIDTH, HEIGHT = 1200, 720  # Pixels of the picture of one task.
+PANEL = (480, 340)  # Pixels of a task's panel among several.
+MARGIN = 60  # Pixels above and below all panels.
 BINS = 25  # Of the mean over seeds, unless steps per bin are given.
 LEGEND_COLUMNS, LEGEND_WIDTH = 3, 0.9 * WIDTH  # At most.
 
@@ -54,25 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def draw(logdirs: Sequence[str | Path], out: str | Path, **options: Any) -> bool:
-    """Draws at the end of a run, which does not fail if that is impossible.
-
-    Args:
-      logdirs: see `render`.
-      out: see `render`.
-      **options: see `render`.
-
-    Returns:
-      Whether it was drawn; if not, a line on stderr has said why.
-    """
-    try:
-        render(logdirs, out, **options)
-    except PlotError as error:
-        print(f"No plot: {error}", file=sys.stderr)
-        return False
-    return True
-
-
 def render(
     logdirs: Sequence[str | Path],
     out: str | Path,
@@ -84,11 +74,11 @@ def render(
     window: int | None = None,
     until: float | None = None,
 ) -> Path:
-    """Draws runs of one task.
+    """Draws runs, with a panel for each task if there are several.
 
     Args:
-      logdirs: folders of the runs.
-      out: the PNG to write.
+      logdirs: folders of the runs; may have wildcards, `**` for any depth.
+      out: the file to write, which ends in .png or .svg.
       metric: what to draw over steps.
       labels: one for each run; runs with the same label are seeds of one curve. By
         default the size of the model.
@@ -99,29 +89,89 @@ def render(
       until: agent step up to which to draw.
 
     Returns:
-      The path of the PNG.
+      The path of the picture.
 
     Raises:
       PlotError: files or packages are missing, or what they hold cannot be drawn.
     """
     out = Path(out)
-    if out.suffix.lower() != ".png":
-        raise PlotError(f"--out: expected a file name that ends in .png, got {out}.")
-    if labels is not None and len(labels) != len(logdirs):
+    if out.suffix.lower() not in FORMATS:
         raise PlotError(
-            f"--label: expected one for each of {len(logdirs)} runs, got {len(labels)}."
+            f"--out: expected a file name that ends in {' or '.join(FORMATS)}, got "
+            f"{out}."
         )
-    figure = new_figure(WIDTH, HEIGHT)
-    end = float("inf") if until is None else until
-    runs = [curves.read_run(logdir, metric).until(end) for logdir in logdirs]
-    tasks = sorted({run.task for run in runs})
-    if len(tasks) > 1:
-        raise PlotError(f"expected runs of one task, got {', '.join(tasks)}.")
-    groups: dict[str, list[Curve]] = {}
+    folders = [folder for given in logdirs for folder in find_runs(given)]
+    if labels is not None and len(labels) != len(folders):
+        raise PlotError(
+            f"--label: expected one for each of {len(folders)} runs, got {len(labels)}."
+        )
+    end = math.inf if until is None else until
+    runs = [curves.read_run(folder, metric).until(end) for folder in folders]
+    tasks: dict[str, dict[str, list[Curve]]] = {}
     for run, label in zip(runs, labels or [run.size for run in runs]):
-        groups.setdefault(label, []).append(run)
+        tasks.setdefault(run.task, {}).setdefault(label, []).append(run)
+    names = list(dict.fromkeys(label for groups in tasks.values() for label in groups))
+    colors = {label: COLORS[index % len(COLORS)] for index, label in enumerate(names)}
+    options = (metric, reference, steps_per, window, end)
+    if len(tasks) == 1:
+        figure = new_figure(WIDTH, HEIGHT)
+        axes = figure.add_subplot()
+        _draw_task(axes, next(iter(tasks.values())), colors, options)
+        _head(axes, title(runs))
+    else:
+        figure = _draw_grid(tasks, colors, options)
+    write_figure(figure, out)
+    return out
 
-    axes = figure.add_subplot()
+
+def find_runs(given: str | Path) -> list[Path]:
+    """Returns the logdirs that a path with or without wildcards stands for, sorted.
+
+    Raises:
+      PlotError: wildcards match the logdir of no run.
+    """
+    given = str(given)
+    if not glob.has_magic(given) or Path(given).exists():
+        return [Path(given)]
+    found = sorted(map(Path, glob.glob(given, recursive=True)))
+    runs = [folder for folder in found if (folder / FILENAME).is_file()]
+    if not runs:
+        raise PlotError(
+            f"{given}: expected wildcards that match logdirs of runs, which have a "
+            f"{FILENAME}, found {len(found)} files and folders and no run."
+        )
+    return runs
+
+
+def _draw_grid(
+    tasks: dict[str, dict[str, list[Curve]]], colors: dict[str, str], options: Any
+) -> Any:
+    """Draws a panel for every task into a new figure."""
+    columns = math.ceil(math.sqrt(len(tasks)))
+    rows = math.ceil(len(tasks) / columns)
+    lines = math.ceil((len(colors) + 1) / columns)
+    height = rows * PANEL[1] + MARGIN + 20 * lines
+    figure = new_figure(columns * PANEL[0], height)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes, groups in zip(grid.flat, tasks.values()):
+        _draw_task(axes, groups, colors, options)
+        members = [run for runs in groups.values() for run in runs]
+        axes.set_title(title(members), loc="left", fontsize=9, color=INK)
+        axes.tick_params(labelsize=7)
+        axes.xaxis.label.set_size(8)
+        axes.yaxis.label.set_size(8)
+    for axes in list(grid.flat)[len(tasks) :]:
+        axes.set_visible(False)
+    add_legend(figure, columns)
+    return figure
+
+
+def _draw_task(
+    axes: Any, groups: dict[str, list[Curve]], colors: dict[str, str], options: Any
+) -> None:
+    """Draws the runs of one task, by label, and its published curve."""
+    metric, reference, steps_per, window, end = options
+    runs = [run for members in groups.values() for run in members]
     _style(axes, runs, metric)
     if reference is not None or metric == curves.SCORE:
         published = _read_reference(runs[0], reference)
@@ -130,13 +180,9 @@ def render(
     last = max(float(run.steps[-1]) for run in runs)
     width = steps_per or max(last / BINS, 1.0)
     noun = "episodes" if metric == curves.SCORE else "values"
-    for index, (label, members) in enumerate(groups.items()):
-        color = COLORS[index % len(COLORS)]
-        _draw_group(axes, label, members, color, width, window, noun)
+    for label, members in groups.items():
+        _draw_group(axes, label, members, colors[label], width, window, noun)
     axes.set_xlim(left=0)
-    _head(axes, title(runs))
-    write_png(figure, out)
-    return out
 
 
 def title(runs: Sequence[Curve]) -> str:
@@ -259,7 +305,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("logdirs", nargs="+", metavar="LOGDIR")
-    parser.add_argument("--out", required=True, metavar="FILE.png")
+    parser.add_argument("--out", required=True, metavar="FILE", help=".png or .svg")
     parser.add_argument("--metric", default=curves.SCORE)
     parser.add_argument("--label", nargs="+", help="one a run; equal ones are seeds")
     parser.add_argument("--reference", help="task of a published curve, or none")

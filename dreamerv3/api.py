@@ -1,0 +1,197 @@
+"""Training by one call from Python, in a script or a notebook. The main process.
+
+policy = dreamerv3.train('CartPole-v1', steps=1e4, logdir='logdir/pole', size='1m')
+action = policy.act({'obs': obs})
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from dreamerv3.cli.config import ConfigError, flatten, load_config
+from dreamerv3.cli.factories import MakeEnv, make_env, make_own_env, make_spaces
+from dreamerv3.cli.logdir import kept_config
+from dreamerv3.cli.schema import read_keys
+from dreamerv3.cli.scripts import SCRIPTS
+from dreamerv3.policies.inference import LoadedPolicy, load
+from embodied.envs import registry
+
+PROGRAMS = ("parallel", "train", "train_eval")
+
+
+def train(
+    env: Any,
+    /,
+    steps: float,
+    logdir: str | os.PathLike[str] | None = None,
+    size: str = "12m",
+    *,
+    configs: Sequence[str] = (),
+    **flags: Any,
+) -> LoadedPolicy:
+    """Trains an agent, and returns its policy.
+
+    Environments, replay and logger run in processes of their own, and the script needs
+    no `__main__` guard for it. Ctrl-C, or interrupting the cell, saves and returns the
+    policy so far. The same call with the same logdir goes on with the run.
+
+    Args:
+      env: a task such as `atari_pong`; an id that is registered with Gymnasium, such
+        as `CartPole-v1`; a class or function that makes an `embodied.Env`, a
+        Gymnasium or a dm_env environment, which gets `seed` if it has such a
+        parameter; or an environment, which is copied and itself left alone.
+      steps: environment steps after which to end, those of earlier calls included.
+      logdir: where to write; by default a new folder below `~/logdir`.
+      size: of the networks: `1m`, `12m`, `25m`, `50m`, `100m`, `200m`, `400m`.
+      configs: blocks of `configs.yaml`, applied after the size.
+      **flags: keys of the configuration. The last part of a key is enough where no
+        other has it, such as `envs` for `run.envs`; groups are dicts, such as
+        `run={'envs': 8}`. `script` may be `parallel`, the default, `train` for one
+        process, or `train_eval`.
+
+    Returns:
+      The policy of the newest checkpoint, as `dreamerv3.load` returns it.
+
+    Raises:
+      ConfigError: a flag, a value or the logdir cannot be used.
+      TaskError: the environment cannot be used.
+      EnvError: the environment has failed in this process.
+      RunError: a role has failed; names it, with its traceback.
+    """
+    task, make, options = _source(env)
+    given = {"script": "parallel", **_full_keys({**options, **flags})}
+    if given["script"] not in PROGRAMS:
+        raise ConfigError(
+            f"script: expected one of {', '.join(PROGRAMS)} for train, got "
+            f"{given['script']!r}."
+        )
+    given |= {"task": task, "run.steps": int(steps)}
+    if logdir is not None:
+        given["logdir"] = os.fspath(logdir)
+    block = size if size.startswith("size") else f"size{size}"
+    config = load_config(["--configs", block, *configs, *_arguments(given)])
+
+    # Here, because importing the package should not import the loops.
+    from embodied.run.console import show_messages
+
+    with show_messages(), kept_config(config.logdir):
+        SCRIPTS[config.script](config, make)
+    spaces = make_spaces(config, make) if config.random_agent else None
+    platform, seed = config.jax.platform, config.seed
+    return load(config.logdir, platform=platform, seed=seed, spaces=spaces)
+
+
+def _arguments(given: Mapping[str, Any]) -> list[str]:
+    """Returns flags as the command line has them."""
+    arguments = []
+    for key, value in given.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        arguments += [f"--{key}", *map(str, values)]
+    return arguments
+
+
+def _full_keys(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values by full key; unknown names remain as they are."""
+    keys = [key for key, found in read_keys().items() if found.default]
+    full = {}
+    for name, value in flatten(flags).items():
+        matches = [key for key in keys if key.rpartition(".")[2] == name]
+        if name not in keys and len(matches) > 1:
+            raise ConfigError(
+                f"{name}: expected a key that is clear, but there are "
+                f"{', '.join(matches)}. Give the group, too, such as "
+                f"**{{{matches[0]!r}: {value!r}}}."
+            )
+        full[matches[0] if name not in keys and matches else name] = value
+    return full
+
+
+# What may be given as an environment.
+
+
+def _source(env: Any) -> tuple[str, MakeEnv, dict[str, Any]]:
+    """Returns the name of the task, what makes its environments, and flags for it."""
+    if isinstance(env, str):
+        return _named(env)
+    if not isinstance(env, type) and (hasattr(env, "step") or not callable(env)):
+        return _copied(env)
+    _dumps(env, f"{env!r} as a class or function")
+    return _name(env), functools.partial(make_own_env, env), {}
+
+
+def _named(name: str) -> tuple[str, MakeEnv, dict[str, Any]]:
+    import gymnasium
+
+    suite, underscore, _ = name.partition("_")
+    known = underscore and suite in registry.SUITES
+    gym_id = name.removeprefix("gym_")
+    if gym_id in gymnasium.registry and not (known and suite != "gym"):
+        # By its specification, since other processes may not know the id.
+        spec = gymnasium.spec(gym_id)
+        factory = functools.partial(gymnasium.make, spec, disable_env_checker=True)
+        return f"gym_{gym_id}", functools.partial(make_own_env, factory), {}
+    versioned = re.search(r"-v\d+$", name)
+    own = ":" in name and not versioned
+    return name if known or own or not versioned else f"gym_{name}", make_env, {}
+
+
+def _copied(env: Any) -> tuple[str, MakeEnv, dict[str, Any]]:
+    """Of an environment: a factory that makes others like it."""
+    import gymnasium
+
+    spec = env.spec if isinstance(env, gymnasium.Env) else None
+    wrapped = spec is not None and any(
+        wrapper.kwargs is None for wrapper in spec.additional_wrappers
+    )
+    if spec is not None and not wrapped:
+        factory: Callable[..., Any] = functools.partial(
+            gymnasium.make, spec, disable_env_checker=True
+        )
+        _dumps(factory, f"the specification of {env}")
+        if not spec.additional_wrappers:
+            return (
+                f"gym_{spec.id}",
+                functools.partial(make_own_env, factory),
+                _plain(spec),
+            )
+        name = _name(type(env))
+    else:
+        data = _dumps(env, f"{type(env).__name__}")
+        factory = functools.partial(cloudpickle.loads, data)
+        name = _name(type(env.unwrapped if isinstance(env, gymnasium.Env) else env))
+    return name, functools.partial(make_own_env, factory), {}
+
+
+def _plain(spec: Any) -> dict[str, Any]:
+    """Returns the arguments of a specification as flags, for other programs."""
+    return {
+        f"env.gym.kwargs.{key}": value
+        for key, value in spec.kwargs.items()
+        if isinstance(value, bool | int | float | str) and key != "render_mode"
+    }
+
+
+def _dumps(value: Any, name: str) -> bytes:
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"train expected an environment that can be sent to other processes, but "
+            f"{name} cannot be ({type(error).__name__}: {error}). Give a function that "
+            "makes the environment there."
+        ) from error
+
+
+def _name(factory: Any) -> str:
+    """Returns `module:Name`, by which other programs find it if they can import it."""
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    name = getattr(factory, "__qualname__", type(factory).__name__)
+    module = getattr(factory, "__module__", None) or "builtins"
+    return f"{module}:{re.sub(r'[^A-Za-z0-9_]', '', name.rpartition('.')[2])}"

@@ -1,0 +1,68 @@
+"""EnvPool: batches of environments in C++ threads, in the process that steps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from embodied.base import Env
+from embodied.envs.gym_vector import OneOfBatch, VectorGym
+from embodied.envs.registry import UnknownTask
+
+
+def make_pool(
+    task: str,
+    seeds: Sequence[int],
+    size: Sequence[int] = (96, 96),
+    repeat: int = 4,
+    sticky: bool = True,
+    gray: bool = True,
+    actions: str = "all",
+    noops: int = 30,
+    threads: int = 0,
+) -> VectorGym:
+    """Makes a pool of environments that step in one call.
+
+    Args:
+      task: an id of EnvPool, such as `Pong-v5`.
+      seeds: one for each.
+      size: height and width of images, of Atari.
+      repeat: frames that each action is repeated, of Atari.
+      sticky: repeat the previous action with probability 0.25, of Atari.
+      gray: grayscale images, of Atari.
+      actions: `all` or `needed`, of Atari.
+      noops: most idle frames at the start of an episode, of Atari.
+      threads: of the pool; 0 for as many as EnvPool chooses.
+    """
+    import envpool
+
+    if task not in envpool.list_all_envs():
+        raise UnknownTask.named("task of EnvPool", task, envpool.list_all_envs())
+    spec = envpool.make_spec(task)
+    atari: Mapping[str, Any] = {
+        "img_height": int(size[0]),
+        "img_width": int(size[1]),
+        "stack_num": 1,
+        "frame_skip": repeat,
+        "repeat_action_probability": 0.25 if sticky else 0.0,
+        "gray_scale": gray,
+        "full_action_space": actions == "all",
+        "noop_max": noops,
+        "use_fire_reset": False,
+    }
+    known = spec.config._fields if hasattr(spec.config, "_fields") else ()
+    options = {key: value for key, value in atari.items() if key in known}
+    pool = envpool.make(
+        task,
+        env_type="gymnasium",
+        num_envs=len(seeds),
+        seed=seeds[0] // 2,  # Those of the others follow, in 31 bits.
+        num_threads=threads,
+        **options,
+    )
+    return VectorGym(pool, pool.reset)
+
+
+def make_envpool(task: str, seed: int = 0, **options: Any) -> Env:
+    """Makes a single environment, for programs that step one at a time."""
+    return OneOfBatch(make_pool(task, [seed], **options))

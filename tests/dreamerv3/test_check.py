@@ -1,0 +1,130 @@
+"""`--script check`: what an agent would see, and what would stop training."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+import pytest
+
+from dreamerv3.main import main
+
+BOX = gymnasium.spaces.Box
+
+
+class Sound(gymnasium.Env):
+    """Fine, from images of an odd size."""
+
+    observation_space = gymnasium.spaces.Dict(
+        image=BOX(0, 1, (3, 50, 40), np.float32),
+        speed=BOX(-1, 1, (2,), np.float32),
+        mission=gymnasium.spaces.Text(10),
+    )
+    action_space = gymnasium.spaces.MultiDiscrete([2, 3])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.count += 1
+        return self.observe(), self.reward(), self.count == 5, False, {"speed": 1.0}
+
+    def reward(self):
+        return 1.0
+
+    def observe(self):
+        return {
+            "image": self.np_random.random((3, 50, 40), np.float32),
+            "speed": self.np_random.random(2, np.float32),
+            "mission": "go",
+        }
+
+
+class Strange(Sound):
+    """Nothing that stops training, but much that is odd."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=3)
+
+    def step(self, action):
+        self.count = 0
+        obs, _, _, _, info = super().step(action)
+        obs["speed"][0] = np.nan
+        return obs, 0.0, False, False, info
+
+
+class Late(Sound):
+    """Fails after some steps, out of its space."""
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        if self.count == 4:
+            obs["speed"] = np.zeros(3, np.float32)
+        return obs, *rest
+
+
+class Vanishing(Sound):
+    """Has no observation that networks take."""
+
+    observation_space = gymnasium.spaces.Dict(
+        text=gymnasium.spaces.Discrete(2**20), reward2=BOX(0, 1, (2,), np.float32)
+    )
+
+
+class Other(Sound):
+    """Other spaces with another seed."""
+
+    def __init__(self, seed):
+        self.action_space = gymnasium.spaces.Discrete(2 + seed % 50)
+
+
+def check(capsys, name, *flags):
+    code = main(["--script", "check", "--task", f"test_check:{name}", *flags])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_sound_environment(capsys):
+    code, out, err = check(capsys, "Sound", "--configs", "size1m")
+    assert (code, err) == (0, "")
+    assert "environment's observations: Dict(" in out
+    assert "image: image 64 x 64 x 3\n" in out
+    assert "mission: 256 classes, 16\n" in out
+    assert "action: 2 to 3 classes, 2\n" in out
+    assert "speed: float32 2\n" in out
+    assert " steps/s" in out
+    assert "rewards from 0 to 1\n" in out
+    assert "episodes of 5 steps on average" in out
+    assert "The agent would have" in out
+    assert "Note: 'mission' never changed." in out
+    assert out.endswith("Nothing stands in the way of training.\n")
+
+
+def test_what_is_odd_is_noted(capsys):
+    code, out, _ = check(capsys, "Strange", "--random_agent", "True")
+    assert code == 0
+    for note in (
+        "no episode ended within",
+        "no reward but 0 was seen",
+        "'speed' was not finite in",
+        "environments of different seeds begin alike",
+    ):
+        assert f"Note: {note}" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("Late", (), "'speed'"),
+        ("Vanishing", (), "at most 65536"),
+        ("Other", (), "expected equal spaces, but env 1 has others"),
+        ("Sound", ("--replay.bytes", "1e5"), "The capacity is --replay.size"),
+        ("Nobody", (), "got 'Nobody'"),
+    ],
+)
+def test_what_would_stop_training_is_an_error(name, flags, message, capsys):
+    code, out, err = check(capsys, name, "--configs", "size1m", *flags)
+    assert code == 2
+    assert message in err
+    assert "Nothing stands in the way" not in out

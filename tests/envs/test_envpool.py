@@ -1,0 +1,54 @@
+"""Pools of EnvPool."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dreamerv3.cli.config import load_config
+from dreamerv3.cli.factories import EnvFactory, make_spaces
+from embodied.envs import UnknownTask, make
+
+pytest.importorskip("envpool", reason="the extra envpool is not installed")
+
+# Of Gymnasium, on bounds that EnvPool gives in another precision.
+pytestmark = pytest.mark.filterwarnings("ignore:.*precision lowered")
+
+
+def test_a_pool_of_atari_steps_in_one_call():
+    config = load_config(["--task", "envpool_Pong-v5", "--env.envpool.repeat", "2"], {})
+    batch = EnvFactory(config).make_batch(range(4))
+    spaces, _ = make_spaces(config)
+    assert spaces["image"].shape == batch.obs_space["image"].shape == (96, 96, 1)
+    assert batch.act_space["action"].classes == 18
+    reset = np.ones(4, bool)
+    seen = []
+    for _ in range(20):
+        obs = batch.step({"reset": reset, "action": np.ones(4, np.int32)})
+        assert obs["image"].shape == (4, 96, 96, 1)
+        assert obs["image"].dtype == np.uint8
+        reset = obs["is_last"]
+        seen.append(obs["image"])
+    assert len({row.tobytes() for row in seen[-1]}) > 1, "each has its own seed"
+    batch.close()
+
+
+def test_episodes_end_and_begin():
+    config = load_config(["--task", "envpool_CartPole-v1"], {})
+    batch = EnvFactory(config).make_batch([0, 1])
+    obs = batch.step({"reset": np.ones(2, bool), "action": np.zeros(2, np.int32)})
+    assert obs["is_first"].all()
+    lasts = np.zeros(2, int)
+    for _ in range(60):
+        before = obs["is_last"]
+        obs = batch.step({"reset": before, "action": np.ones(2, np.int32)})
+        np.testing.assert_array_equal(obs["is_first"], before)
+        assert not obs["reward"][before].any()
+        lasts += obs["is_last"]
+    assert lasts.min() >= 2
+    batch.close()
+
+
+def test_names_are_known():
+    with pytest.raises(UnknownTask, match="Pong-v5"):
+        make("envpool_Ponk-v5")
