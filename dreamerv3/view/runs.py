@@ -335,13 +335,17 @@ def _checked_live(found: dict[str, Any]) -> dict[str, Any]:
         given = value if isinstance(value, dict) else {}
         return {k: v for k, v in given.items() if isinstance(v, int | float)}
 
-    scores, hosts = found.get("scores"), found.get("hosts")
+    scores, hosts, hops = (found.get(key) for key in ("scores", "hosts", "hops"))
     return {
         **{k: _number(found.get(k)) for k in ("time", "step", "episodes", "reported")},
         **{k: str(found.get(k) or "") for k in ("state", "host", "bottleneck")},
         "pid": found["pid"] if isinstance(found.get("pid"), int) else 0,
         "rates": numbers(found.get("rates")),
         "metrics": numbers(found.get("metrics")),
+        "hops": {
+            name: numbers(hop)
+            for name, hop in (hops if isinstance(hops, dict) else {}).items()
+        },
         "scores": [
             point
             for point in (scores if isinstance(scores, list) else [])

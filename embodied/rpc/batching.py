@@ -196,6 +196,7 @@ class CachedCall(NamedTuple):
     rows: int
     arrays: list[np.ndarray]
     reply_memory: Any
+    nbytes: int  # Of the arrays.
 
 
 class BatchServer(Server):
@@ -250,17 +251,23 @@ class BatchServer(Server):
     def stats(self) -> dict[str, float]:
         """Like `Server.stats`, and how full batches were."""
         (batches, rows), self._fill = self._fill, [0, 0]
-        waiting = sum(
-            batch.rows
-            for method in self._batched
-            for batch in list(method.batching.filling.values())
-        )
         return {
             **super().stats(),
             "batches": batches,
             "batch_rows": rows / batches if batches else 0.0,
-            "batch_waiting": waiting,
+            "batch_waiting": self._rows_waiting(),
         }
+
+    def totals(self) -> dict[str, float]:
+        """Like `Server.totals`, and how many rows wait for a batch."""
+        return {**super().totals(), "batch_waiting": self._rows_waiting()}
+
+    def _rows_waiting(self) -> int:
+        return sum(
+            batch.rows
+            for method in self._batched
+            for batch in list(method.batching.filling.values())
+        )
 
     # The loop thread.
 
@@ -273,7 +280,9 @@ class BatchServer(Server):
         kind = method.batching.route(message.spec, message.rows)
         source, start, reply_memory = self._memory(session, message)
         arrays = structures.payload_arrays(message.spec, source, start)
-        call = CachedCall(method, kind, message.rows, arrays, reply_memory)
+        call = CachedCall(
+            *(method, kind, message.rows, arrays, reply_memory, message.spec.nbytes)
+        )
         self._take_in(session, message.seq, call)
         if message.flags & wire.IN_MEMORY and not message.open:
             assert session.link is not None
@@ -291,7 +300,7 @@ class BatchServer(Server):
             super()._receive(link, frame)
             return
         session.heard = time.monotonic()
-        self._statistics.counts["received_bytes"] += len(frame)
+        self._statistics.counts["received_bytes"] += call.nbytes + len(frame)
         seq = wire.seq_of(frame)
         try:
             if self._begin(session, seq, ()):
@@ -303,7 +312,7 @@ class BatchServer(Server):
 
     def _take_in(self, session: ClientSession, seq: int, call: CachedCall) -> None:
         """Adds a call to a batch."""
-        method, kind, rows, arrays, reply_memory = call
+        method, kind, rows, arrays, reply_memory, _ = call
         group, now = None, time.perf_counter()
         if kind.group is not None:
             values = arrays[kind.group].reshape(-1).tolist()

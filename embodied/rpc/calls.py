@@ -206,10 +206,12 @@ class Statistics:
         before, self._before = self._before, counts
         duration, self._since = max(1e-9, now - self._since), now
         new = {name: count - before[name] for name, count in counts.items()}
-        latencies = np.percentile(np.array(self.latencies or [0.0]), (50, 99))
-        return {
-            **new,
-            "call_rate": new["calls"] / duration,
-            "latency_p50": float(latencies[0]),
-            "latency_p99": float(latencies[1]),
-        }
+        return {**new, "call_rate": new["calls"] / duration, **self._latencies()}
+
+    def totals(self) -> dict[str, float]:
+        """Returns counts since the start and latencies, and changes nothing."""
+        return {**self.counts, **self._latencies()}
+
+    def _latencies(self) -> dict[str, float]:
+        values = np.percentile(np.array(self.latencies or [0.0]), (50, 99))
+        return {"latency_p50": float(values[0]), "latency_p99": float(values[1])}

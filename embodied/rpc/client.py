@@ -169,6 +169,11 @@ class Client(Connection):
             "inflight": len(self._calls),
         }
 
+    def totals(self) -> dict[str, float]:
+        """Like `stats`, with counts since the start; the next `stats` is as without."""
+        self._counts["calls"] = self._next
+        return {**self._statistics.totals(), "inflight": len(self._calls)}
+
     def close(self) -> None:
         """Leaves the server, and fails open calls with Disconnected."""
         if self._closing.is_set():

@@ -215,6 +215,10 @@ class Server:
             "rejected": sum(self.rejected.values()),
         }
 
+    def totals(self) -> dict[str, float]:
+        """Counts since the start, and latencies; the next `stats` is as without."""
+        return self._statistics.totals()
+
     @property
     def rejected(self) -> dict[str, int]:
         """Messages and handshakes that were not served, by reason, since the start."""
@@ -423,6 +427,7 @@ class Server:
         reply = blocks.find(message.reply) if message.reply else None
         if not message.flags & wire.IN_MEMORY:
             return message.frame, message.start, reply
+        self._statistics.counts["received_bytes"] += message.spec.nbytes
         return blocks.find(message.request, message.spec.nbytes), 0, reply
 
     # Worker threads, and the loop thread for quick batches.

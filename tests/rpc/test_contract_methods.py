@@ -209,9 +209,28 @@ class TestMethods:
         assert theirs["clients"] == 1
         assert theirs["call_rate"] > 0
         assert theirs["waiting"] == theirs["post_waiting"] == theirs["repeated"] == 0
-        assert theirs["received_bytes"] > 0 and theirs["sent_bytes"] > 0
+        assert theirs["received_bytes"] >= 500_000 and theirs["sent_bytes"] > 0
         assert 0 < theirs["latency_p50"] <= theirs["latency_p99"] < WAIT
         assert server.stats()["calls"] == client.stats()["calls"] == 0
+
+    def test_totals_are_since_the_start_and_leave_stats_as_they_are(
+        self, rpc, make_server
+    ):
+        server = make_server()
+        server.bind("echo", echo)
+        server.start(block=False)
+        client = rpc.client(server)
+        array = np.zeros(100_000, np.uint8)
+        client.echo(array).result(WAIT)
+        client.stats(), server.stats()
+        for _ in range(2):
+            client.echo(array).result(WAIT)
+        for _ in range(2):  # A second look sees the same.
+            mine, theirs = client.totals(), server.totals()
+            assert mine["calls"] == theirs["calls"] == 3
+            assert mine["sent_bytes"] >= 300_000 <= theirs["received_bytes"]
+            assert 0 < mine["latency_p50"] < WAIT and mine["inflight"] == 0
+        assert client.stats()["calls"] == server.stats()["calls"] == 2
 
 
 class TestPostfn:

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from embodied.replay import ReplayMemoryError
 from embodied.rpc import Disconnected, RemoteError, Unanswered
 from embodied.run.parallel import wiring
 from embodied.run.parallel.carries import Slots, make_table
+from embodied.run.parallel.live_reports import report_hops
 from embodied.run.parallel.observations import ObservationCheck
 from embodied.run.parallel.owners import Owners, tell_absences
 from embodied.run.parallel.rendezvous import Rendezvous
@@ -106,7 +108,8 @@ class Actor:
         self._busy = wiring.Stopwatch()
         self._blocked = wiring.Stopwatch()
         self._lock = threading.Lock()  # Guards the next.
-        self._steps = 0
+        self.steps = 0  # That were published.
+        self._logged_steps = 0
         self._since = time.monotonic()
         self._recorded: dict[bool, int] = {}  # Env that is filmed, by `is_eval`.
 
@@ -180,7 +183,8 @@ class Actor:
         """Returns rates and shares of time since the last call."""
         now = time.monotonic()
         with self._lock:
-            steps, self._steps = self._steps, 0
+            steps = self.steps - self._logged_steps
+            self._logged_steps = self.steps
             elapsed, self._since = now - self._since, now
         return {
             "fps/policy": steps / elapsed if elapsed > 0 else 0.0,
@@ -209,7 +213,7 @@ class Actor:
         }
         self._logged.add(self._logger.tran(message))
         with self._lock:
-            self._steps += len(envids)
+            self.steps += len(envids)
         if self._should_log():
             self._logged.add(self._logger.add(self.stats()))
 
@@ -343,7 +347,7 @@ def run_actor(
         )
         left = threading.Event()
         roles = dict(zip(("the replay", "the logger"), clients))
-        with server:
+        with server, _report_hops(settings, actor, server, *clients):
             _start_thread(tell_absences, owners.absences, roles, left)
             if settings.remote_envs:
                 _start_thread(wait_for_envs, actor, settings)
@@ -362,6 +366,17 @@ def run_actor(
     finally:
         for client in clients:
             client.close()
+
+
+def _report_hops(
+    settings: RunSettings, actor: Actor, server: Any, replay: Any, log: Any
+) -> AbstractContextManager[None]:
+    ends = {
+        "server/actor": server,
+        "client/actor_replay": replay,
+        "client/actor_logger": log,
+    }
+    return report_hops(settings, "actor", ends, {"policy": lambda: actor.steps})
 
 
 def _start_thread(function: Callable[..., None], *arguments: Any) -> None:

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import psutil
 
 from embodied.clock import LocalClock
-from embodied.run.live import LIVE_SECONDS, whereabouts
+from embodied.run.live import whereabouts
 from embodied.run.parallel import wiring
+from embodied.run.parallel.live_reports import tell_logger
 from embodied.run.settings import RunSettings
 from embodied.run.usage import GIGABYTE
 from embodied.workers import Supervisor
 
-END_SECONDS = 5.0
 SHOWN_AWAY = 8  # Workers that do not run, by name.
 USAGE_CALLS = 5  # Seconds between looks at processor and memory.
-
-logger = logging.getLogger("embodied.run")
 
 
 class WorkerUsage:
@@ -118,44 +114,15 @@ def report_env_usage(supervisor: Supervisor, settings: RunSettings) -> Iterator[
 
     What env workers use goes to the metrics every `log_every` seconds.
     """
-    if wiring.AUTO in str(settings.logger_addr):  # A host that was not told.
-        yield
-        return
-    stop = threading.Event()
-    thread = threading.Thread(
-        target=_tell, args=(supervisor, settings, stop), name="env usage", daemon=True
-    )
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(END_SECONDS)
-
-
-def _tell(supervisor: Supervisor, settings: RunSettings, stop: threading.Event) -> None:
-    try:
-        _tell_until(supervisor, settings, stop)
-    except ConnectionError as error:  # The run does not depend on it.
-        logger.warning("The state of workers is not logged any more: %s", error)
-
-
-def _tell_until(
-    supervisor: Supervisor, settings: RunSettings, stop: threading.Event
-) -> None:
     usage, states = WorkerUsage(supervisor), RoleStates(supervisor)
     logs = settings.usage["psutil"] and settings.log_every
     should_log = LocalClock(max(1.0, settings.log_every) if logs else 0)
-    results = wiring.Results(
-        lambda _, error: logger.warning("The logger took no usage: %s", error)
-    )
-    with wiring.make_client(settings.logger_addr, "env-usage", settings) as client:
-        while not stop.wait(LIVE_SECONDS):
-            results.check()
-            if not client.connected:
-                continue
-            told = {**whereabouts(), "roles": states.result()}
-            results.add(client.tell_roles(json.dumps(told)))
-            if should_log():
-                metrics = dict(wiring.prefixed("usage/env", usage.result()))
-                results.add(client.add(metrics))
+
+    def tell(client: Any) -> Iterator[Any]:
+        told = {**whereabouts(), "roles": states.result()}
+        yield client.tell_roles(json.dumps(told))
+        if should_log():
+            yield client.add(dict(wiring.prefixed("usage/env", usage.result())))
+
+    with tell_logger(settings, "env-usage", tell):
+        yield

@@ -19,6 +19,7 @@ from embodied.run.metrics import Means
 from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import UPDATES
 from embodied.run.parallel.conductor import Conductor
+from embodied.run.parallel.live_reports import report_hops
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import Replicas, join_replicas
 from embodied.run.parallel.stopping import StopTimeout, StopWatch
@@ -234,11 +235,23 @@ def run_learner(
             stream_wait=stream.waiting.share,
             stream_stats=samples.stats,
         )
+        stack.enter_context(_report_hops(settings, learner, samples, replay, log))
         notes = (watch.step, progress)
         _train(learner, conductor, over, rendezvous, settings, notes, replicas.client)
     rendezvous.check()
     with contextlib.suppress(TimeoutError):
         rendezvous.meet(END_SECONDS)
+
+
+def _report_hops(
+    settings: RunSettings, learner: Learner, samples: Any, replay: Any, log: Any
+) -> contextlib.AbstractContextManager[None]:
+    ends = {
+        "client/learner_samples": samples,
+        "client/learner_replay": replay,
+        "client/learner_logger": log,
+    }
+    return report_hops(settings, "learner", ends, {"train": lambda: learner.updates})
 
 
 def _watch_stop(

@@ -101,6 +101,7 @@ class LoggerRole:
         self._reported_at = 0.0
         self._bottleneck = ""
         self._hosts: dict[str, dict[str, Any]] = {}
+        self._hops: dict[str, dict[str, Any]] = {}  # By the role that reports.
 
     def add(self, metrics: dict[str, Any]) -> None:
         """Adds metrics of a role."""
@@ -158,17 +159,32 @@ class LoggerRole:
                 note_event(HOST, f"Host {name} has come.", host=told["host"])
             self._hosts[name] = {"time": time.time(), "roles": told["roles"]}
 
+    def tell_hops(self, text: str) -> None:
+        """Takes what travels to and from a role, every second.
+
+        Args:
+          text: JSON: `role`, `hops` by name of the connection, and `rates`.
+        """
+        told = json.loads(text)
+        with self._lock:
+            self._hops[told["role"]] = {**told, "time": time.time()}
+
     def live(self) -> dict[str, Any]:
         """Returns state, rates, queues and roles, for `live.json`."""
         now = time.time()
         with self._lock:
-            for name, told in list(self._hosts.items()):
-                if now - told["time"] > HOST_SECONDS:
+            for name, host in list(self._hosts.items()):
+                if now - host["time"] > HOST_SECONDS:
                     del self._hosts[name]
                     note_event(HOST, f"Host {name} has gone.", host=name)
+            told = [x for x in self._hops.values() if now - x["time"] <= HOST_SECONDS]
+            rates = {"env": self._rate(self._counted_steps)}
+            for role in told:
+                rates |= role["rates"]
             return {
                 "step": self._logged_step(),
-                "rates": {"env": self._rate(self._counted_steps)},
+                "rates": rates,
+                "hops": {name: hop for x in told for name, hop in x["hops"].items()},
                 "episodes": self._finished,
                 "scores": list(self._scores),
                 "bottleneck": self._bottleneck,
@@ -290,6 +306,7 @@ def serve(role: LoggerRole, settings: RunSettings, stop: threading.Event) -> Non
     server.bind("save", save, workers=1)
     server.bind("discard", checkpoint.discard)
     server.bind("tell_roles", role.tell_roles)
+    server.bind("tell_hops", role.tell_hops)
     every = max(1.0, settings.log_every) if settings.log_every else None
     first = settings.replica == 0  # Whose figures are those of the run.
     live = LiveFile(settings.logdir, role.live) if first else contextlib.nullcontext()

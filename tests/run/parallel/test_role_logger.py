@@ -214,6 +214,19 @@ class TestLive:
         assert live["metrics"] == {"server/actor/calls": 3}
         assert live["reported"] > 1e9
 
+    def test_hops_are_shown_while_they_are_reported(self, monkeypatch):
+        role, _ = make_role()
+        now = [1e9]
+        monkeypatch.setattr(time, "time", lambda: now[0])
+        hop = {"calls": 7.0, "latency": 0.01}
+        told = {"role": "actor", "hops": {"server/actor": hop}, "rates": {"policy": 3}}
+        role.tell_hops(json.dumps(told))
+        live = role.live()
+        assert live["hops"] == {"server/actor": hop}
+        assert live["rates"]["policy"] == 3 and "env" in live["rates"]
+        now[0] += 11
+        assert role.live()["hops"] == {} and "policy" not in role.live()["rates"]
+
     def test_hosts_come_and_go(self, tmp_path, monkeypatch):
         role, _ = make_role()
         now = [1e9]
