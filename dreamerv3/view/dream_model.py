@@ -125,8 +125,8 @@ class DreamModel:
         """Decodes a state: observations, reward, continuation, value, policy."""
         shown = jax.device_get(self._decoded(state)["shown"])
         policy = {
-            key: {name: value[0].reshape(-1).tolist() for name, value in dist.items()}
-            for key, dist in shown["policy"].items()
+            key: _describe_choice(space, shown["policy"][key])
+            for key, space in self.actions
         }
         return {
             "obs": {key: value[0] for key, value in shown["obs"].items()},
@@ -190,18 +190,33 @@ class DreamModel:
 
 
 def describe_space(key: str, space: Space) -> dict[str, Any]:
-    """Returns what a page needs to know of a space."""
-    classes = None
+    """Returns what a page needs to know of a space.
+
+    `variables` has the lowest value and the number of classes of each element, in
+    order; it is None for what is continuous.
+    """
+    variables = None
     if space.discrete:
-        classes = int(np.max(np.asarray(space.classes)))
+        lows = np.asarray(space.limits[0]).reshape(-1).tolist()
+        counts = np.asarray(space.classes).reshape(-1).tolist()
+        variables = [{"low": int(a), "classes": b} for a, b in zip(lows, counts)]
     low, high = (np.asarray(x, np.float64) for x in (space.low, space.high))
     return {
         "key": key,
         "shape": list(space.shape),
-        "classes": classes,
+        "variables": variables,
         "low": float(np.clip(low.min(), -1e6, 1e6)),
         "high": float(np.clip(high.max(), -1e6, 1e6)),
     }
+
+
+def _describe_choice(space: Space, dist: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns `probs` of each variable, or `mean` and `std` of what is continuous."""
+    if not space.discrete:
+        return {name: value[0].reshape(-1).tolist() for name, value in dist.items()}
+    rows = dist["probs"][0].reshape(-1, dist["probs"].shape[-1]).tolist()
+    counts = np.asarray(space.classes).reshape(-1).tolist()
+    return {"probs": [row[:count] for row, count in zip(rows, counts)]}
 
 
 def _observe(

@@ -224,11 +224,12 @@ class Pages:
         )
 
     def show_video(self, request: Request) -> Response:
-        """Returns a video."""
+        """Returns a video, or with `still` in the query its first picture."""
         run = self._run(request.path_params["run"])
-        videos = self._videos_of(run)
+        videos, number = self._videos_of(run), request.path_params["number"]
         videos.update()
-        found = videos.content(request.path_params["number"])
+        still = "still" in request.query_params
+        found = videos.still(number) if still else videos.content(number)
         if found is None:
             raise HTTPException(404, "There is no such video.")
         return Response(found[1], media_type=found[0])

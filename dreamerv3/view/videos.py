@@ -7,11 +7,14 @@ predictions (`report/openloop/KEY`). They are read as they grow, without their s
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import struct
 import threading
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 PATTERN = "events.out.tfevents.*"
 HEADER = 12  # Bytes before a record: its length and a checksum.
@@ -77,6 +80,19 @@ class Videos:
             return None
         image = _image(data)
         return (video.kind, image.image.encoded_image_string) if image else None
+
+    def still(self, number: int) -> tuple[str, bytes] | None:
+        """Returns the first picture of a video, like `content`."""
+        found = self.content(number)
+        if found is None:
+            return None
+        picture = io.BytesIO()
+        try:
+            with Image.open(io.BytesIO(found[1])) as image:
+                image.convert("RGB").save(picture, "PNG")
+        except (OSError, ValueError, Image.DecompressionBombError):
+            return None
+        return "image/png", picture.getvalue()
 
     def _scan(self, path: Path) -> None:
         offset = self._offsets.get(path, 0)

@@ -26,6 +26,7 @@ from typing import Any
 
 LIVE, EVENTS = "live.json", "events.jsonl"  # In the logdir.
 LIVE_SECONDS = 1.0
+LIVE_SCORES = 50  # Of the newest episodes.
 STEP_SECONDS = 15.0  # Between events of kind STEP.
 # Kinds of events, beside `warning` and `fault` for log messages of these levels.
 START, END, FAILED = "start", "end", "failed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -16,7 +17,7 @@ from embodied.episodes import Episodes
 from embodied.replay import Replay, limiters
 from embodied.run.collecting import Collector, Evaluator, MakeEnv
 from embodied.run.console import SAVING, stop_on_signals
-from embodied.run.live import LiveFile, Rate, record_run
+from embodied.run.live import LIVE_SCORES, LiveFile, Rate, record_run
 from embodied.run.metrics import Meter
 from embodied.run.saving import RunCheckpoint, describe_run, must_continue, rewind
 from embodied.run.settings import RunSettings
@@ -198,13 +199,13 @@ class TrainingRun:
         )
 
     def live(self) -> dict[str, Any]:
-        """Returns step, scores and counts until now, for `live.json`. Any thread."""
+        """Returns step, score and counts until now, for `live.json`. Any thread."""
         multiplier = int(getattr(self.logger, "multiplier", 1))
         step = int(self.logger.step) * multiplier
         return {
             "step": step,
             "episodes": self.collector.episodes,
-            "scores": [(step, score) for score in list(self.collector.scores)[-1:]],
+            "score": next(iter(list(self.collector.scores)[-1:]), None),
             "counts": {"env": self.collector.steps, "train": self.trainer.updates},
             "metrics": {"replay/items": len(self.replays[TRAIN_REPLAY])},
         }
@@ -256,6 +257,7 @@ def open_run(
         logger = stack.enter_context(contextlib.closing(make_logger()))
         agent = make_agent()
         describe_run(settings.logdir, agent)
+        stack.enter_context(record_run(settings.logdir, "A run in one process"))
         replays = {name: make() for name, make in make_replays.items()}
         for replay in replays.values():
             replay.use_context(settings.replay_context)
@@ -290,19 +292,28 @@ def open_run(
             meter=Meter(),
             usage=Usage(settings.usage),
         )
-        stack.enter_context(record_run(settings.logdir, "A run in one process"))
-        stack.enter_context(LiveFile(settings.logdir, _with_rates(run.live)))
+        stack.enter_context(LiveFile(settings.logdir, _with_history(run.live)))
         with checkpoint.saved_at_end(run.finish):
             yield run
 
 
-def _with_rates(live: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """Adds the rates of counts to what is shown of a run."""
+def _with_history(live: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Adds rates, and scores with the steps at which they were new."""
     rates = {name: Rate() for name in ("env", "train")}
+    scores: collections.deque[tuple[int, float]] = collections.deque(maxlen=LIVE_SCORES)
+    seen = 0
 
     def collect() -> dict[str, Any]:
+        nonlocal seen
         shown = live()
-        counts = shown.pop("counts")
-        return {**shown, "rates": {k: rate(counts[k]) for k, rate in rates.items()}}
+        counts, score = shown.pop("counts"), shown.pop("score")
+        if shown["episodes"] > seen and score is not None:
+            seen = shown["episodes"]
+            scores.append((shown["step"], score))
+        return {
+            **shown,
+            "scores": list(scores),
+            "rates": {name: rate(counts[name]) for name, rate in rates.items()},
+        }
 
     return collect

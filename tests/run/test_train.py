@@ -1,5 +1,6 @@
 """Training in one process: what is collected, trained on, reported and logged."""
 
+import json
 import time
 
 import elements
@@ -378,3 +379,19 @@ class TestErrors:
         parts.task = Closing
         parts.train()
         assert closed == [0, 1, 2]
+
+
+class TestLive:
+    def test_events_have_the_first_save_and_the_last(self, tmp_path):
+        Parts(tmp_path, steps=40).train()
+        lines = (tmp_path / "events.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        told = [(x["kind"], x.get("step")) for x in events if x["kind"] != "step"]
+        assert told == [("start", None), ("save", 0), ("save", 40), ("end", None)]
+
+    def test_the_newest_score_has_the_step_at_which_it_came(self, tmp_path):
+        Parts(tmp_path, steps=60, envs=2).train()
+        live = json.loads((tmp_path / "live.json").read_text())
+        assert (live["state"], live["step"], live["episodes"]) == ("ended", 60, 10)
+        step, score = live["scores"][-1]
+        assert score == LENGTH and 0 < step <= 60

@@ -18,7 +18,14 @@ from embodied.clock import LocalClock
 from embodied.episodes import Episodes
 from embodied.rpc import Unanswered
 from embodied.run.console import show_messages, stop_on_signals
-from embodied.run.live import HOST, LiveFile, Rate, note_event, record_events
+from embodied.run.live import (
+    HOST,
+    LIVE_SCORES,
+    LiveFile,
+    Rate,
+    note_event,
+    record_events,
+)
 from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import NAMES, UPDATES, find_bottleneck
 from embodied.run.parallel.conductor import RoleCheckpoint
@@ -28,7 +35,6 @@ from embodied.run.usage import Usage
 
 BOTTLENECK = "parallel/bottleneck"
 SCORE = "episode/score"
-LIVE_SCORES = 50  # Of the newest episodes.
 # Metrics of roles whose newest values are shown while they run.
 LIVE_METRICS = (
     *("server/", "client/", "usage/", "timer/", "fps/", "parallel/", "replay/"),
