@@ -24,7 +24,8 @@ import numpy as np
 from dreamerv3.cli.config import FILENAME, ConfigError, flatten, read_blocks, run_config
 from dreamerv3.suite.curves import Curve, model_size
 from dreamerv3.suite.presets import find_published
-from dreamerv3.view.series import MetricFile, parse_lines, sample_file
+from dreamerv3.view.series import LINE, MetricFile, parse_lines, sample_file
+from dreamerv3.view.videos import Videos
 from embodied.run.live import END, EVENTS, FAILED, LIVE, START, STEP
 
 SCORE = "episode/score"
@@ -32,6 +33,8 @@ SCORES, METRICS = "scores.jsonl", "metrics.jsonl"
 RUN_FILES = (FILENAME, METRICS, SCORES, LIVE)  # One of them makes a folder a run.
 DEPTH = 5  # Folders below those given in which runs are looked for.
 MOST_RUNS = 2000
+MOST_OPEN = 32  # Runs whose curves and events are kept in memory,
+MOST_POINTS = 4_000_000  # with so many values altogether.
 SKIPPED = {"ckpt", "replay", "replay_eval", "replicas"}  # Folders of a run itself.
 SCAN_SECONDS = 3.0
 LIVE_SECONDS = 10.0  # Age of live.json after which nobody writes it any more.
@@ -41,6 +44,7 @@ EVENT_BYTES = 1 << 22  # Of events.jsonl, from its end.
 LIVE_BYTES = 1 << 22
 SHOWN_EVENTS = 1000
 LOCK = ".lock"
+LISTED = {"live", "marks", "head", "summary"}  # Read of each run for the list.
 # Keys in which runs of one setting may differ.
 OWN_KEYS = ("logdir", "seed", "replica", "method")
 
@@ -56,6 +60,7 @@ class Runs:
         self.folders = [Path(folder).resolve() for folder in folders]
         self._lock = threading.Lock()  # Guards what is below.
         self._runs: dict[str, Run] = {}
+        self._opened: dict[str, Run] = {}  # The least recently used first.
         self._scanned = 0.0
 
     def all(self) -> list[Run]:
@@ -67,10 +72,27 @@ class Runs:
             return sorted(self._runs.values(), key=lambda run: run.name)
 
     def get(self, identity: str) -> Run | None:
-        """Returns a run by its number."""
+        """Returns a run by its number, to read its curves and events.
+
+        Runs that were not asked for since the longest time forget theirs.
+        """
         self.all()
         with self._lock:
-            return self._runs.get(identity)
+            run = self._runs.get(identity)
+            if run is not None:
+                self._opened.pop(identity, None)
+                self._opened[identity] = run
+                self._forget()
+            return run
+
+    def _forget(self) -> None:
+        points = sum(run.points for run in self._opened.values())
+        for identity, run in list(self._opened.items())[:-1]:
+            if points <= MOST_POINTS and len(self._opened) <= MOST_OPEN:
+                break
+            points -= run.points
+            del self._opened[identity]
+            run.forget()
 
     def _scan(self) -> None:
         found: dict[str, Run] = {}
@@ -127,8 +149,23 @@ class Run:
         self.identity = identity
         self.metrics = MetricFile(path / METRICS)
         self.scores = MetricFile(path / SCORES)
+        self.videos = Videos(path)
         self._lock = threading.Lock()  # Guards the cache.
         self._cache: dict[str, tuple[Any, Any]] = {}  # By what: stamp and value.
+
+    @property
+    def points(self) -> int:
+        """Values of curves in memory."""
+        return self.metrics.points + self.scores.points
+
+    def forget(self) -> None:
+        """Frees what is not needed in the list of runs."""
+        self.metrics.forget()
+        self.scores.forget()
+        self.videos = Videos(self.path)
+        with self._lock:
+            for name in set(self._cache) - LISTED:
+                del self._cache[name]
 
     def stamp(self) -> tuple[Any, ...]:
         """Returns a value that changes when a file of the run has."""
@@ -150,8 +187,7 @@ class Run:
     def state(self) -> str:
         """Returns live, stalled, ended or failed."""
         live, now = self.live(), time.time()
-        marks = [x for x in self.events() if x.get("kind") in (START, END, FAILED)]
-        last = marks[-1] if marks else {}
+        last = self._cached("marks", EVENTS, self._read_marks)["last"]
         if last.get("kind") == FAILED:
             return "failed"
         if live:
@@ -243,6 +279,14 @@ class Run:
         rows = [row for row in self._read_lines() if row.get("kind") != STEP]
         return rows[-SHOWN_EVENTS:]
 
+    def _read_marks(self) -> dict[str, Any]:
+        """Returns when the run began, and the last of its starts and ends."""
+        rows = self._read_lines()
+        marks = [row for row in rows if row.get("kind") in (START, END, FAILED)]
+        first = parse_lines(_read_bytes(self.path / EVENTS, LINE).partition(b"\n")[0])
+        begin = _number(first[0].get("time")) if first else 0.0
+        return {"begin": begin, "last": marks[-1] if marks else {}}
+
     def _read_ticks(self) -> list[dict[str, Any]]:
         return [
             row
@@ -268,7 +312,7 @@ class Run:
 
     def _summarize(self) -> dict[str, Any]:
         head, latest = self.head(), self.latest()
-        begin = _number((self.events() or [{}])[0].get("time"))
+        begin = self._cached("marks", EVENTS, self._read_marks)["begin"]
         begin = begin or _mtime(self.path / FILENAME)
         newest = max(_mtime(self.path / x) for x in (LIVE, METRICS, SCORES))
         curve = sample_file(self.path / SCORES, SCORE, CURVE_POINTS)
@@ -386,10 +430,14 @@ def _mtime(path: Path) -> float:
         return 0.0
 
 
-def _read_text(path: Path) -> str:
+def _read_bytes(path: Path, most: int) -> bytes:
     with contextlib.suppress(OSError), path.open("rb") as file:
-        return file.read(LIVE_BYTES).decode(errors="replace")
-    return ""
+        return file.read(most)
+    return b""
+
+
+def _read_text(path: Path) -> str:
+    return _read_bytes(path, LIVE_BYTES).decode(errors="replace")
 
 
 def _read_json(path: Path) -> Any:

@@ -21,6 +21,8 @@ import numpy as np
 BLOCK = 1 << 20  # Bytes that are parsed at once.
 LINE = 1 << 16  # Bytes around a position in which a sample looks for a whole line.
 MOST_NAMES = 5000  # Of metrics in one file; a run has a few hundred.
+MOST_POINTS = 3_000_000  # Of one file in memory, 16 bytes each.
+FEW_POINTS = 100  # Of a column, which is not thinned.
 STEP = "step"
 
 
@@ -28,7 +30,8 @@ class MetricFile:
     """A file of JSON lines as columns, by name of the metric. Any thread.
 
     A file that has become shorter was written anew, and is read from its start. What
-    is no JSON object is left out, as is a last line without its end.
+    is no JSON object is left out, as is a last line without its end. Of a file with
+    more than `MOST_POINTS` values, earlier ones are thinned.
 
     Args:
       path: of the file, which may not be there yet.
@@ -37,8 +40,12 @@ class MetricFile:
     def __init__(self, path: Path):
         self._path = path
         self._lock = threading.Lock()  # Guards what is below.
-        self._offset = 0
-        self._columns: dict[str, tuple[array.array, array.array]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Frees the memory; the next `update` reads the file from its start."""
+        with self._lock:
+            self._clear()
 
     def update(self) -> bool:
         """Reads what was appended; returns whether there was anything."""
@@ -48,6 +55,11 @@ class MetricFile:
                     return self._read(file)
             except OSError:
                 return False
+
+    @property
+    def points(self) -> int:
+        """Values in memory."""
+        return self._points
 
     def names(self) -> list[str]:
         """Returns the names of all metrics, sorted."""
@@ -63,7 +75,7 @@ class MetricFile:
     def _read(self, file: Any) -> bool:
         size = os.fstat(file.fileno()).st_size
         if size < self._offset:
-            self._offset, self._columns = 0, {}
+            self._clear()
         file.seek(self._offset)
         found = False
         while block := file.read(BLOCK):
@@ -77,8 +89,25 @@ class MetricFile:
             file.seek(self._offset)
             for row in parse_lines(block[:end]):
                 self._add(row)
+            if self._points > MOST_POINTS:
+                self._thin()
             found = True
         return found
+
+    def _clear(self) -> None:
+        self._offset = self._points = 0
+        self._columns: dict[str, tuple[array.array, array.array]] = {}
+
+    def _thin(self) -> None:
+        """Leaves out half of every long column."""
+        self._points = 0
+        for name, (steps, values) in self._columns.items():
+            if len(steps) > FEW_POINTS:
+                x, y = np.array(steps, np.float64), np.array(values, np.float64)
+                x, y = thin(x, y, len(x) // 2)
+                steps, values = array.array("d", x), array.array("d", y)
+                self._columns[name] = (steps, values)
+            self._points += len(steps)
 
     def _add(self, row: dict[str, Any]) -> None:
         step = _finite(row.get(STEP))
@@ -96,6 +125,7 @@ class MetricFile:
                 column = columns[name] = (array.array("d"), array.array("d"))
             column[0].append(step)
             column[1].append(number)
+            self._points += 1
 
 
 def _finite(value: Any) -> float | None:

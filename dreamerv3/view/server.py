@@ -35,7 +35,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dreamerv3.view.dream_process import DreamError, Dreams
 from dreamerv3.view.runs import SCORE, Run, Runs
 from dreamerv3.view.series import smooth, thin
-from dreamerv3.view.videos import Videos
 
 STATIC = Path(__file__).with_name("static")
 KINDS = {
@@ -128,7 +127,6 @@ class Pages:
     def __init__(self, runs: Runs, dreams: Dreams):
         self._runs = runs
         self._dreams = dreams
-        self._videos: dict[str, Videos] = {}
 
     def routes(self) -> list[Route]:
         """Returns the addresses, without the token."""
@@ -215,7 +213,7 @@ class Pages:
     def list_videos(self, request: Request) -> Response:
         """Returns the videos of a run, without their content."""
         run = self._run(request.path_params["run"])
-        videos = self._videos_of(run).update()
+        videos = run.videos.update()
         return _json(
             [
                 {"number": x.number, "tag": x.tag, "step": x.step, "time": x.time}
@@ -226,7 +224,7 @@ class Pages:
     def show_video(self, request: Request) -> Response:
         """Returns a video, or with `still` in the query its first picture."""
         run = self._run(request.path_params["run"])
-        videos, number = self._videos_of(run), request.path_params["number"]
+        videos, number = run.videos, request.path_params["number"]
         videos.update()
         still = "still" in request.query_params
         found = videos.still(number) if still else videos.content(number)
@@ -266,9 +264,6 @@ class Pages:
         if run is None:
             raise HTTPException(404, "There is no such run.")
         return run
-
-    def _videos_of(self, run: Run) -> Videos:
-        return self._videos.setdefault(run.identity, Videos(run.path))
 
     def _column(self, run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
         if name == SCORE:

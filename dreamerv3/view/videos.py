@@ -7,6 +7,7 @@ predictions (`report/openloop/KEY`). They are read as they grow, without their s
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import os
 import struct
@@ -22,6 +23,7 @@ FOOTER = 4
 SMALLEST = 100  # Bytes of a record with a picture.
 LARGEST = 1 << 28
 KEPT = 40  # Videos of each name, the newest.
+MOST_VIDEOS = 1000  # Altogether.
 KINDS = {b"GIF8": "image/gif", b"\x89PNG": "image/png"}
 
 
@@ -51,7 +53,6 @@ class Videos:
         self._lock = threading.Lock()  # Guards what is below.
         self._offsets: dict[Path, int] = {}
         self._found: dict[int, Video] = {}
-        self._next = 0
 
     def update(self) -> list[Video]:
         """Reads what is new; returns all that are kept, the oldest first."""
@@ -117,8 +118,10 @@ class Videos:
         kind = KINDS.get(image.image.encoded_image_string[:4])
         if kind is None:
             return
+        # Always the same for the same video, so that pages can keep it.
+        place = hashlib.sha256(f"{path.name} {offset}".encode()).digest()
         video = Video(
-            number=self._next,
+            number=int.from_bytes(place[:6]),
             tag=image.tag,
             step=event.step,
             time=event.wall_time,
@@ -127,16 +130,15 @@ class Videos:
             offset=offset,
             length=len(data),
         )
-        self._found[self._next] = video
-        self._next += 1
+        self._found[video.number] = video
 
     def _forget(self) -> None:
         by_tag: dict[str, list[Video]] = {}
         for video in self._found.values():
             by_tag.setdefault(video.tag, []).append(video)
-        for videos in by_tag.values():
-            for video in videos[:-KEPT]:
-                del self._found[video.number]
+        kept = [video for videos in by_tag.values() for video in videos[-KEPT:]]
+        kept = sorted(kept, key=lambda video: video.time)[-MOST_VIDEOS:]
+        self._found = {video.number: video for video in kept}
 
 
 def _event(data: bytes) -> Any:

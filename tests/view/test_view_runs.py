@@ -12,6 +12,7 @@ import time
 import pytest
 from view_testing import write_rows, write_run
 
+from dreamerv3.view import runs as runs_module
 from dreamerv3.view.runs import Runs
 
 
@@ -121,3 +122,29 @@ def test_published_curves_are_over_logged_steps(tmp_path):
     found = boxing.published()
     assert found["steps"][0] == 4 * 10_000 and len(found["mean"]) == len(found["steps"])
     assert dummy.published() is None
+
+
+def test_curves_of_runs_that_nobody_looks_at_are_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs_module, "MOST_OPEN", 4)
+    for index in range(20):
+        write_run(tmp_path / f"run{index}", rows=10)
+    runs = Runs([tmp_path])
+    for run in runs.all():
+        opened = runs.get(run.identity)
+        assert opened.scores.update() and opened.metrics.update()
+        opened.configuration(), opened.events()
+    points = [run.points for run in runs.all()]
+    assert points.count(20) == 4 and points.count(0) == 16
+    first = runs.get(runs.all()[0].identity)
+    assert first.scores.update() and len(first.scores.column("episode/score")[0]) == 10
+
+
+def test_curves_have_a_limit_altogether(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs_module, "MOST_POINTS", 50)
+    for index in range(5):
+        write_run(tmp_path / f"run{index}", rows=20)
+    runs = Runs([tmp_path])
+    for run in runs.all():
+        runs.get(run.identity).scores.update()
+    runs.get(run.identity)
+    assert [run.points for run in runs.all()] == [0, 0, 0, 20, 20]

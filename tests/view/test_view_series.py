@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dreamerv3.view import series
 from dreamerv3.view.series import MetricFile, sample_file, smooth, thin
 
 
@@ -103,3 +104,18 @@ def test_a_long_file_is_sampled_without_reading_it(tmp_path):
     assert [step for step, _ in found] == sorted(step for step, _ in found)
     assert all(value == 2 * step for step, value in found)
     assert sample_file(tmp_path / "none", "s", 50) == []
+
+
+def test_a_file_with_too_many_values_is_thinned(tmp_path, monkeypatch):
+    monkeypatch.setattr(series, "MOST_POINTS", 1000)
+    monkeypatch.setattr(series, "BLOCK", 1 << 12)
+    path = tmp_path / "scores.jsonl"
+    append(path, *({"step": i, "s": 1e6 if i == 700 else i} for i in range(20_000)))
+    file = MetricFile(path)
+    file.update()
+    steps, values = file.column("s")
+    assert 300 <= len(steps) == file.points <= 1200
+    assert (steps[0], steps[-1]) == (0, 19_999)
+    assert 1e6 in values  # What stands out stays.
+    file.forget()
+    assert file.points == 0 and file.update()
