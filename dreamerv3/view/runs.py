@@ -8,6 +8,7 @@ path itself, so that nobody can ask for another file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -21,7 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from dreamerv3.cli.config import FILENAME, ConfigError, flatten, read_blocks, run_config
+from dreamerv3.cli.config import (
+    FILENAME,
+    ConfigError,
+    flatten,
+    read_blocks,
+    read_config,
+)
 from dreamerv3.suite.curves import Curve, model_size
 from dreamerv3.suite.presets import find_published
 from dreamerv3.view.series import LINE, MetricFile, parse_lines, sample_file
@@ -330,11 +337,10 @@ class Run:
         }
 
     def _read_configuration(self) -> dict[str, Any]:
-        try:
-            values = flatten(dict(run_config(self.path)))
-        except (ConfigError, OSError) as error:
-            return {"error": " ".join(str(error).split()), "values": {}, "changed": {}}
-        defaults = flatten(read_blocks()["defaults"])
+        values = self._cached("values", FILENAME, self._read_values)
+        if isinstance(values, str):
+            return {"error": values, "values": {}, "changed": {}}
+        defaults = _defaults()
         changed = {
             key: [_shown(defaults.get(key)), _shown(value)]
             for key, value in values.items()
@@ -343,10 +349,17 @@ class Run:
         shown = {key: _shown(value) for key, value in values.items()}
         return {"values": shown, "changed": changed, "size": model_size(values)}
 
-    def _find_published(self) -> dict[str, Any] | None:
+    def _read_values(self) -> dict[str, Any] | str:
+        """Returns all keys, with defaults for those that it lacks; or what is wrong."""
         try:
-            config = flatten(dict(run_config(self.path)))
-        except (ConfigError, OSError):
+            found = flatten(dict(read_config(self.path / FILENAME)))
+        except (ConfigError, OSError) as error:
+            return " ".join(str(error).split())
+        return {**_defaults(), **found}
+
+    def _find_published(self) -> dict[str, Any] | None:
+        config = self._cached("values", FILENAME, self._read_values)
+        if isinstance(config, str):
             return None
         repeat = int(config.get(f"env.{config['task'].partition('_')[0]}.repeat", 1))
         empty = np.zeros(0)
@@ -370,6 +383,11 @@ class Run:
         if not match:
             return False
         return _alive({"pid": int(match.group(1)), "host": match.group(2)})
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return flatten(read_blocks()["defaults"])
 
 
 def _checked_live(found: dict[str, Any]) -> dict[str, Any]:

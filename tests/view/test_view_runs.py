@@ -132,7 +132,7 @@ def test_curves_of_runs_that_nobody_looks_at_are_forgotten(tmp_path, monkeypatch
     for run in runs.all():
         opened = runs.get(run.identity)
         assert opened.scores.update() and opened.metrics.update()
-        opened.configuration(), opened.events()
+        opened.events()
     points = [run.points for run in runs.all()]
     assert points.count(20) == 4 and points.count(0) == 16
     first = runs.get(runs.all()[0].identity)

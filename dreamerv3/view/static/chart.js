@@ -1,6 +1,7 @@
 // Line charts on a canvas: axes, bands, zoom, a reading under the cursor.
-import { canvas, clock, colour, el, number, tone } from "./page.js";
+import { canvas, clock, colour, el, moment, number, redrawn, tone } from "./page.js";
 
+const DAY_SECONDS = 86400;
 const LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 22;
 
 export class Chart {
@@ -16,13 +17,14 @@ export class Chart {
     this.reading = el("div", { class: "reading", "aria-live": "polite" });
     this.legend = el("div", { class: "legend" });
     this.element = el("section", { class: `card chart${large ? " large" : ""}` },
-      el("h3", {}, title), this.canvas, this.legend, this.reading);
+      el("div", { class: "charthead" }, el("h3", {}, title), this.reading), this.canvas, this.legend);
     this.listen();
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(this.canvas);
+    redrawn(this.canvas, () => this.draw());
   }
 
-  // Each series has label, x, y, and perhaps colour, dashed, low and high.
+  // Each series has label, x, y, and perhaps colour, dashed, faint, low and high.
   set(series, { time = false, range = null } = {}) {
     this.series = series;
     this.time = time;
@@ -75,7 +77,8 @@ export class Chart {
       context.textAlign = "center";
       context.fillText("no values yet", (width + LEFT) / 2, height / 2 - BOTTOM);
     }
-    this.series.forEach((item, index) => this.line(context, item, item.colour ?? index, x, y));
+    for (const faint of [true, false]) // What is faint lies below.
+      this.series.forEach((item, index) => { if (Boolean(item.faint) === faint) this.line(context, item, item.colour ?? index, x, y); });
     context.restore();
     if (this.drag) {
       context.fillStyle = tone("accent");
@@ -96,17 +99,25 @@ export class Chart {
       context.fill();
       context.globalAlpha = 1;
     }
-    context.lineWidth = 1.6;
+    if (item.faint) { this.dots(context, item, 1.3, 0.35, x, y); return; }
+    context.lineWidth = 1.8;
+    context.lineJoin = "round";
     context.setLineDash(item.dashed ? [5, 4] : []);
     context.beginPath();
     item.x.forEach((at, i) => context.lineTo(x(at), y(item.y[i])));
     context.stroke();
     context.setLineDash([]);
-    if (item.x.length < 40) item.x.forEach((at, i) => {
+    if (item.x.length < 40) this.dots(context, item, 2, 1, x, y);
+  }
+
+  dots(context, item, radius, alpha, x, y) {
+    context.globalAlpha = alpha;
+    item.x.forEach((at, i) => {
       context.beginPath();
-      context.arc(x(at), y(item.y[i]), 2, 0, 7);
+      context.arc(x(at), y(item.y[i]), radius, 0, 7);
       context.fill();
     });
+    context.globalAlpha = 1;
   }
 
   axes(context, width, height, view, x, y) {
@@ -125,7 +136,7 @@ export class Chart {
     }
     context.textBaseline = "top";
     for (const value of ticks(view.left, view.right, Math.max(2, Math.floor(width / 110)))) {
-      const text = this.time ? clock(value) : number(value);
+      const text = this.time ? (view.right - view.left > DAY_SECONDS ? moment : clock)(value) : number(value);
       const half = context.measureText(text).width / 2;
       const at = Math.min(Math.max(x(value), LEFT + half), width - half - 2);
       context.textAlign = "center";
@@ -193,23 +204,30 @@ export class Chart {
   }
 }
 
-// A small curve without axes.
+// A small curve without axes: means of neighbours, since single scores jump.
 export function spark(points, label) {
   const node = el("canvas", { class: "spark", role: "img", "aria-label": label });
-  requestAnimationFrame(() => {
+  const wide = Math.max(1, Math.round(points.length / 12));
+  const means = points.map((_, i) => {
+    const part = points.slice(Math.max(0, i - wide + 1), i + 1);
+    return part.reduce((sum, point) => sum + point[1], 0) / part.length;
+  });
+  const draw = () => {
     const { context, width, height } = canvas(node);
     if (points.length < 2) return;
-    const xs = points.map((p) => p[0]), ys = points.map((p) => p[1]);
-    const [left, right, low, high] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+    const xs = points.map((p) => p[0]);
+    const [left, right, low, high] = [Math.min(...xs), Math.max(...xs), Math.min(...means), Math.max(...means)];
     context.strokeStyle = colour(0);
-    context.lineWidth = 1.4;
+    context.lineWidth = 1.5;
+    context.lineJoin = "round";
     context.beginPath();
-    points.forEach(([x, y]) => context.lineTo(
-      1 + (x - left) / (right - left || 1) * (width - 2),
-      height - 2 - (y - low) / (high - low || 1) * (height - 4)));
+    means.forEach((y, i) => context.lineTo(
+      1 + (xs[i] - left) / (right - left || 1) * (width - 2),
+      high > low ? height - 3 - (y - low) / (high - low) * (height - 6) : height / 2));
     context.stroke();
-  });
-  return node;
+  };
+  requestAnimationFrame(draw);
+  return redrawn(node, draw);
 }
 
 // Mean and range of several curves, over the steps that all of them have.

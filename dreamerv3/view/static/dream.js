@@ -1,8 +1,9 @@
 // A person plays inside the world model, beside the truth where there is one.
-import { canvas, colour, el, get, number, post, show, tone } from "./page.js";
+import { canvas, colour, decimal, el, get, number, percent, post, redrawn, show, tone } from "./page.js";
 
 const FRAMES = 10; // Each second, while the policy plays.
 const KEYS = "1234567890qwertyuiopasdfghjklzxcvbnm";
+const MOST_BUTTONS = 64, MOST_OPTIONS = 256, MOST_BARS = 36;
 const ARROWS = { ArrowLeft: 0, ArrowRight: 1, ArrowUp: 2, ArrowDown: 3 };
 
 export async function dreamPage(content, id) {
@@ -23,7 +24,7 @@ class Dream {
     this.status = el("p", { class: "soft", role: "status", id: "status" }, "The model is shown what happened until then. From there on you play in its imagination.");
     this.stage = el("div", { class: "dream", hidden: true });
     this.element = el("div", {}, el("div", { class: "bar" },
-      el("label", {}, "Begin", this.source), el("label", {}, "moment", this.moment), this.begin), this.status, this.stage);
+      el("label", {}, "Begin", this.source), el("label", {}, "oldest", this.moment, "newest"), this.begin), this.status, this.stage);
     this.source.addEventListener("change", () => { this.moment.disabled = this.source.value !== "replay"; });
     this.listener = (event) => this.key(event);
     window.addEventListener("keydown", this.listener);
@@ -39,6 +40,7 @@ class Dream {
       const first = this.session ? await post(`api/dream/${this.session}`, options)
         : await post("api/dream", { run: this.id, ...options });
       this.session = first.session ?? this.session;
+      if (this.left) { this.close(); return; }
       this.build(first);
       this.take(first);
       this.status.textContent = `The model of step ${number(first.step)}. Its context has ended: you play now.`;
@@ -59,58 +61,88 @@ class Dream {
       for (const side of ["dream", "truth"]) {
         const image = space.shape.length === 3;
         const node = el("canvas", { class: image ? "" : "vector", role: "img", "aria-label": `${space.key}, ${side}` });
+        if (image) [node.height, node.width] = space.shape;
         this.screens.set(`${side}/${space.key}`, node);
-        screens.append(el("figure", {}, node, el("figcaption", {}, `${space.key}: ${side}`)));
+        screens.append(el("figure", {}, el("figcaption", {}, el("b", {}, side === "dream" ? "Dream" : "Truth"), ` ${space.key}`), node));
       }
     }
     this.meters = el("div", { class: "card", id: "meters" });
     this.policy = el("div", { class: "card", "aria-label": "Probabilities of the policy" });
-    this.curve = el("canvas", { class: "vector", role: "img", "aria-label": "Predicted rewards" });
+    this.curve = redrawn(el("canvas", { class: "vector", role: "img", "aria-label": "Predicted rewards" }), () => this.plot());
     this.stage.replaceChildren(el("div", { class: "card" }, screens, this.controls()),
-      el("div", {}, this.meters, this.policy, el("div", { class: "card strip" }, this.curve)));
+      el("div", { class: "side" }, this.meters, this.policy, el("div", { class: "card strip" },
+        el("h3", {}, "Rewards"), this.curve,
+        el("div", { class: "legend" }, el("span", { class: "key0" }, "predicted"), el("span", { class: "key1" }, "true")))));
     this.stage.hidden = false;
   }
 
   controls() {
     const mode = (name, text) => el("button", { type: "button", id: `play-${name}`, "aria-pressed": "false", onclick: () => this.play(name) }, text);
-    const buttons = el("div", { class: "keys", role: "group", "aria-label": "Actions" });
     this.bound = new Map();
-    for (const space of this.actions) {
-      if (space.classes && !space.shape.length) this.discrete(space, buttons);
-      else if (!space.classes) this.continuous(space, buttons);
-    }
-    return el("div", {}, buttons, el("div", { class: "keys" },
+    this.values = Object.fromEntries(this.actions.map((space) => [space.key, neutral(space)]));
+    const single = this.actions.length === 1 && this.actions[0].variables?.length === 1;
+    const actions = el("div", { class: "actions", role: "group", "aria-label": "Actions" },
+      single ? this.choices(this.actions[0]) : this.variables());
+    return el("div", {}, actions, el("div", { class: "keys" },
       mode("policy", "Policy plays"), mode("recorded", "As recorded"),
       el("button", { type: "button", onclick: () => this.again() }, "Again from the context"),
       el("span", { class: "soft" }, "Keys act; space lets the policy play.")));
   }
 
-  discrete(space, buttons) {
-    for (let index = 0; index < space.classes; index++) {
-      const value = space.low + index, key = KEYS[index];
-      const act = () => this.step({ action: { [space.key]: value } });
-      if (key) this.bound.set(key, act);
-      const arrow = Object.keys(ARROWS).find((name) => ARROWS[name] === index);
-      if (arrow) this.bound.set(arrow, act);
-      buttons.append(el("button", { type: "button", onclick: act, "aria-label": `${space.key} ${value}` }, el("kbd", {}, key ?? "–"), ` ${space.key} ${value}`));
-    }
+  act(key, index, value) {
+    if (Array.isArray(this.values[key])) this.values[key][index] = value;
+    else this.values[key] = value;
+    this.stop();
+    this.step({ action: this.values });
   }
 
-  continuous(space, buttons) {
-    const size = space.shape.reduce((a, b) => a * b, 1);
+  // One action of several classes: a button and a key for each.
+  choices(space) {
+    const [{ low, classes }] = space.variables;
+    return el("div", { class: "keys" }, Array.from({ length: Math.min(classes, MOST_BUTTONS) }, (_, index) => {
+      const value = low + index, key = KEYS[index];
+      const act = () => this.act(space.key, 0, value);
+      const arrow = Object.keys(ARROWS).find((name) => ARROWS[name] === index);
+      for (const name of [key, arrow]) if (name) this.bound.set(name, act);
+      return el("button", { type: "button", onclick: act, "aria-label": `${space.key} ${value}` }, el("kbd", {}, key ?? "–"), ` ${space.key} ${value}`);
+    }));
+  }
+
+  // Several variables: a row for each, with a key for less and one for more. Every
+  // change is a step with the present values of all.
+  variables() {
+    const rows = [];
+    for (const space of this.actions) {
+      const size = space.variables?.length ?? space.shape.reduce((a, b) => a * b, 1);
+      for (let index = 0; index < size; index++) {
+        const [less, more] = [KEYS[2 * rows.length], KEYS[2 * rows.length + 1]];
+        const name = size > 1 ? `${space.key} ${index}` : space.key;
+        const { node, change } = space.variables ? this.select(space, index, name) : this.slider(space, index, name);
+        if (less) this.bound.set(less, () => change(-1));
+        if (more) this.bound.set(more, () => change(1));
+        const keys = more ? [el("kbd", {}, less), " ", el("kbd", {}, more)] : [];
+        rows.push(el("label", { class: "variable" }, el("span", {}, name), node, el("span", {}, keys)));
+      }
+    }
+    return [...rows, el("button", { type: "button", onclick: () => { this.stop(); this.step({ action: this.values }); } }, "Step")];
+  }
+
+  select(space, index, name) {
+    const { low, classes } = space.variables[index];
+    const node = el("select", { "aria-label": name }, Array.from({ length: Math.min(classes, MOST_OPTIONS) }, (_, i) => el("option", { value: low + i }, String(low + i))));
+    const act = () => this.act(space.key, index, Number(node.value));
+    node.addEventListener("change", act);
+    const change = (by) => { node.selectedIndex = Math.min(node.length - 1, Math.max(0, node.selectedIndex + by)); act(); };
+    return { node, change };
+  }
+
+  slider(space, index, name) {
     const low = Math.max(space.low, -10), high = Math.min(space.high, 10);
-    const sliders = Array.from({ length: size }, (_, index) =>
-      el("input", { type: "range", min: low, max: high, step: (high - low) / 40, value: 0, "aria-label": `${space.key} ${index}` }));
-    const act = () => this.step({ action: { [space.key]: sliders.map((slider) => Number(slider.value)) } });
-    sliders.forEach((slider, index) => {
-      slider.addEventListener("input", act);
-      const [less, more] = [KEYS[2 * index], KEYS[2 * index + 1]];
-      const nudge = (amount) => () => { slider.value = Number(slider.value) + amount; act(); };
-      if (less) this.bound.set(less, nudge(-(high - low) / 8));
-      if (more) this.bound.set(more, nudge((high - low) / 8));
-      buttons.append(el("label", {}, el("kbd", {}, `${less ?? ""} ${more ?? ""}`), ` ${space.key} ${index}`, slider));
-    });
-    buttons.append(el("button", { type: "button", onclick: act }, "Step"));
+    const node = el("input", { type: "range", min: low, max: high, step: (high - low) / 40, value: 0, "aria-label": name });
+    const act = () => this.act(space.key, index, Number(node.value));
+    node.addEventListener("input", act);
+    const change = (by) => { node.value = Number(node.value) + by * (high - low) / 8; act(); };
+    return { node, change };
   }
 
   key(event) {
@@ -166,18 +198,23 @@ class Dream {
 
   take(frame) {
     for (const [name, node] of this.screens) {
-      const [side, ...key] = name.split("/");
-      draw(node, frame[side]?.[key.join("/")]);
+      const [side, ...rest] = name.split("/"), key = rest.join("/");
+      const content = frame[side]?.[key];
+      const both = [frame.dream, frame.truth].flatMap((shown) => shown?.[key]?.vector ?? []);
+      const top = Math.max(1e-6, ...both.map(Math.abs)); // Bars beside one another compare.
+      const paint = () => draw(node, content, top);
+      redrawn(node, paint);
+      paint();
     }
     this.rewards.push([frame.reward, frame.true_reward ?? null]);
     this.element.dataset.at = frame.at;
-    const pairs = [["Steps", null, String(frame.at)], ["Reward", null, number(frame.reward)],
-      ["Sum of rewards", null, number(frame.total)], ["Goes on", frame.continues, `${number(100 * frame.continues)}%`],
-      ["Value", null, number(frame.value)]];
-    if (frame.true_reward != null) pairs.push(["True reward", null, number(frame.true_reward)]);
+    const pairs = [["Steps", null, String(frame.at)], ["Reward", null, decimal(frame.reward)],
+      ["Sum of rewards", null, decimal(frame.total)], ["Goes on", frame.continues, percent(frame.continues)],
+      ["Value", null, decimal(frame.value)]];
+    if (frame.true_reward != null) pairs.push(["True reward", null, decimal(frame.true_reward)]);
     if (frame.over) this.status.textContent = "The true episode is over. The dream goes on.";
-    this.meters.replaceChildren(...pairs.map(([text, share, value]) => meter(text, share, value)));
-    this.policy.replaceChildren(el("h2", {}, "Policy"), ...Object.entries(frame.policy).flatMap(([key, dist]) => bars(key, dist, frame.action?.[key])));
+    this.meters.replaceChildren(el("h3", {}, "What the model expects"), ...pairs.map(([text, share, value]) => meter(text, share, value)));
+    this.policy.replaceChildren(el("h3", {}, "What the policy would do"), ...Object.entries(frame.policy).flatMap(([key, dist]) => bars(key, dist, frame.action?.[key], this.actions.find((space) => space.key === key))));
     this.plot();
   }
 
@@ -185,7 +222,9 @@ class Dream {
     const { context, width, height } = canvas(this.curve);
     const points = this.rewards.slice(-100);
     const all = points.flat().filter((value) => value != null);
-    const low = Math.min(0, ...all), high = Math.max(low + 1e-6, ...all);
+    const low = Math.min(0, ...all), high = Math.max(low + 0.01, ...all);
+    context.fillStyle = tone("line");
+    context.fillRect(0, height - 4 + low / (high - low) * (height - 8), width, 1);
     [0, 1].forEach((index) => {
       context.strokeStyle = colour(index);
       context.beginPath();
@@ -196,6 +235,7 @@ class Dream {
   }
 
   close() {
+    this.left = true;
     this.stop();
     window.removeEventListener("keydown", this.listener);
     if (this.session) fetch(`api/dream/${this.session}/end`, { method: "POST", keepalive: true }).catch(show);
@@ -203,21 +243,35 @@ class Dream {
   }
 }
 
+// An action before the person has chosen any: of the shape that the server takes.
+function neutral(space) {
+  const start = (low) => space.variables ? low : 0;
+  if (!space.shape.length) return start(space.variables?.[0].low ?? 0);
+  const size = space.shape.reduce((a, b) => a * b, 1);
+  return Array.from({ length: size }, (_, index) => start(space.variables?.[index].low));
+}
+
 function meter(text, share, value) {
   return el("div", { class: "meter" }, el("span", {}, text),
     share == null ? el("span") : el("progress", { max: 1, value: share, "aria-label": text }), el("span", {}, value));
 }
 
-function bars(key, dist, taken) {
-  if (dist.probs) {
-    return dist.probs.slice(0, 36).map((share, index) =>
-      meter(`${key} ${index}${taken === index ? " ◂" : ""}`, share, `${number(100 * share)}%`));
+// What the policy would do, and what was done.
+function bars(key, dist, taken, space) {
+  const done = [taken ?? []].flat(Infinity);
+  if (!dist.probs) {
+    const wide = space.high - space.low || 1;
+    return dist.mean.slice(0, MOST_BARS).map((mean, index) =>
+      meter(dist.mean.length > 1 ? `${key} ${index}` : key, (mean - space.low) / wide, `${decimal(mean)} ± ${decimal(dist.std[index])}`));
   }
-  return dist.mean.slice(0, 36).map((mean, index) =>
-    meter(`${key} ${index}`, (mean + 1) / 2, `${number(mean)} ± ${number(dist.std[index])}`));
+  return dist.probs.flatMap((probs, index) => probs.map((share, i) => {
+    const value = space.variables[index].low + i;
+    const name = dist.probs.length > 1 ? `${key} ${index}: ${value}` : `${key} ${value}`;
+    return meter(`${name}${done[index] === value ? " ◂" : ""}`, share, percent(share));
+  })).slice(0, MOST_BARS);
 }
 
-function draw(node, content) {
+function draw(node, content, top) {
   if (!content) {
     const { context, width, height } = canvas(node);
     context.fillStyle = tone("soft");
@@ -237,7 +291,7 @@ function draw(node, content) {
     return;
   }
   const { context, width, height } = canvas(node);
-  const values = content.vector, top = Math.max(1e-6, ...values.map(Math.abs));
+  const values = content.vector;
   context.fillStyle = colour(0);
   values.forEach((value, i) => {
     const tall = value / top * (height / 2 - 4), wide = (width - 8) / values.length;

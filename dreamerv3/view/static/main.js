@@ -36,12 +36,18 @@ function navigate(name, id) {
   document.title = `${links.find(([key]) => key === name)?.[1] ?? "Runs"} · DreamerV3`;
 }
 
+const system = window.matchMedia("(prefers-color-scheme: dark)");
+const changed = () => window.dispatchEvent(new Event("theme"));
+
 document.getElementById("theme").addEventListener("click", () => {
-  const dark = getComputedStyle(document.documentElement).getPropertyValue("--back").trim() === "#14171e";
-  document.documentElement.dataset.theme = dark ? "light" : "dark";
-  window.dispatchEvent(new Event("resize"));
-  window.dispatchEvent(new Event("theme"));
+  const { dataset } = document.documentElement;
+  const dark = dataset.theme ? dataset.theme === "dark" : system.matches;
+  dataset.theme = dark ? "light" : "dark";
+  sessionStorage.setItem("theme", dataset.theme);
+  changed();
 });
+system.addEventListener("change", changed);
+if (sessionStorage.getItem("theme")) document.documentElement.dataset.theme = sessionStorage.getItem("theme");
 window.addEventListener("hashchange", go);
 window.addEventListener("unhandledrejection", (event) => { show(event.reason); event.preventDefault(); });
 go();

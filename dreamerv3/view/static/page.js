@@ -44,6 +44,21 @@ export function number(value) {
   return SHORT.format(value);
 }
 
+// "1 restart", "2 restarts"; large ones are shortened.
+export function count(value, noun) {
+  return `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
+export function percent(share) {
+  return `${(100 * share).toFixed(share > 0.0005 && share < 0.0995 ? 1 : 0)}%`;
+}
+
+// As many places as a person compares at a glance.
+export function decimal(value) {
+  if (value == null || !Number.isFinite(value)) return "–";
+  return Math.abs(value) < 1000 ? value.toFixed(3).replace(/^-(0\.000)$/, "$1") : number(value);
+}
+
 export function bytes(value) {
   if (value == null || !Number.isFinite(value)) return "–";
   for (const unit of ["B", "kB", "MB", "GB"]) {
@@ -54,15 +69,24 @@ export function bytes(value) {
 }
 
 export function duration(seconds) {
-  if (!seconds) return "–";
+  if (!(seconds >= 1)) return "–";
   const days = Math.floor(seconds / 86400);
   const parts = [Math.floor(seconds / 3600) % 24, Math.floor(seconds / 60) % 60, Math.floor(seconds) % 60];
   const clock = parts.map((part) => String(part).padStart(2, "0")).join(":");
   return days ? `${days}d ${clock}` : clock;
 }
 
+const CLOCK = new Intl.DateTimeFormat("en", { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
+const DAY = new Intl.DateTimeFormat("en", { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+
 export function clock(time) {
-  return new Date(time * 1000).toLocaleTimeString();
+  return CLOCK.format(time * 1000);
+}
+
+// With the day, unless it is today.
+export function moment(time) {
+  const today = new Date().toDateString() === new Date(time * 1000).toDateString();
+  return (today ? CLOCK : DAY).format(time * 1000);
 }
 
 export function colour(index) {
@@ -73,6 +97,13 @@ export function colour(index) {
 export function tone(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
+
+// Draws a canvas again when colours change, as long as it is on the page.
+const drawings = new WeakMap();
+window.addEventListener("theme", () => {
+  for (const node of document.querySelectorAll("canvas")) drawings.get(node)?.();
+});
+export function redrawn(node, draw) { drawings.set(node, draw); return node; }
 
 // Sends what a stream brings to a function, until the page is left.
 export function follow(path, name, take) {

@@ -1,11 +1,14 @@
 // One run: scores, the system alive, events, all metrics, the configuration.
 import { Chart } from "./chart.js";
-import { canvas, clock, duration, el, follow, get, number, show, tone } from "./page.js";
+import { canvas, duration, el, follow, get, moment, number, redrawn, show, tone } from "./page.js";
 import { System } from "./system.js";
 
 const SCORE = "episode/score";
-const FIRST = "train/loss/|fps/|train/(val|ret|adv|rew)|train/rand|train/ent|epstats/(?!policy)";
+// Shown before the person searches, in this order.
+const FIRST = [/^train\/loss\//, /^train\/(ret|val|rew)/, /^train\/(ent|rand)/, /^fps\//, /^epstats\/(?!policy)/, /^train\/adv/];
+const MANY = 100, FEW = 10; // From so many episodes on, a mean of so few is drawn over them.
 const SHOWN = 12;
+const REFRESH_SECONDS = 5;
 const TONES = { restart: "bad", failed: "bad", fault: "bad", warning: "warn", save: "good", start: "accent", end: "accent", host: "accent" };
 
 export async function runPage(content, id) {
@@ -33,17 +36,13 @@ export async function runPage(content, id) {
   update(run.summary, run.live);
   strip.set(await get(`api/events/${id}`));
   await charts.load();
-  let latest = null, seen = "", step = 0;
+  let latest = null;
   const stop = follow(`api/stream?run=${id}`, "run", (news) => {
     update(news.summary, news.live);
     strip.add(news.events);
     const now = JSON.stringify(news.latest);
     if (now !== latest) { latest = now; charts.loadScore().catch(show); }
-    const changed = `${news.summary.changed > step + 5}`;
-    if (news.summary.changed > step + 5 || changed !== seen) {
-      [seen, step] = [changed, news.summary.changed];
-      charts.refresh().catch(show);
-    }
+    charts.refreshSoon();
   });
   const redraw = () => strip.draw();
   window.addEventListener("resize", redraw);
@@ -53,8 +52,9 @@ export async function runPage(content, id) {
 function figures(summary, live, run) {
   const pairs = [
     ["State", el("span", { class: `state ${summary.state}`, id: "state" }, summary.state)],
-    ["Task", `${summary.task}, ${run.config.size ?? ""}`],
-    ["Seed", summary.seed],
+    ["Task", summary.task || "–"],
+    ["Model", run.config.size ?? "–"],
+    ["Seed", summary.seed || "–"],
     ["Step", number(summary.step)],
     ["Time", duration(summary.seconds)],
     ["Steps/s", number(live.rates?.env)],
@@ -91,7 +91,7 @@ class Charts {
       clearTimeout(this.timer);
       this.timer = setTimeout(() => this.load().catch(show), 150);
     });
-    const all = el("button", { type: "button" }, "Show all");
+    const all = el("button", { type: "button" }, "Whole range");
     all.addEventListener("click", () => this.zoomed(null));
     return el("div", { class: "bar" }, el("label", {}, "Over", axis),
       el("label", {}, "Mean of", smooth, value), all,
@@ -103,27 +103,34 @@ class Charts {
     await this.refresh();
   }
 
-  async fetch(name) {
-    const { axis, smooth, range } = this.state;
+  async fetch(name, smooth = this.state.smooth) {
+    const { axis, range } = this.state;
     const limits = range ? `&from=${range[0]}&to=${range[1]}` : "";
     const path = `api/series?run=${this.id}&name=${encodeURIComponent(name)}&axis=${axis}&smooth=${smooth}&points=1000${limits}`;
     return (await get(path))[0];
   }
 
   async loadScore() {
-    const { x, y } = await this.fetch(SCORE);
-    const series = [{ label: "this run", x, y }];
+    const all = await this.fetch(SCORE);
+    const smooth = Math.max(this.state.smooth, all.total >= MANY ? FEW : 1);
+    const series = [{ label: "this run", x: all.x, y: all.y }];
+    if (smooth > this.state.smooth) {
+      const { x, y } = await this.fetch(SCORE, smooth);
+      series.unshift({ label: `mean of ${smooth} episodes`, x, y });
+      Object.assign(series[1], { label: "episodes", colour: 0, faint: true });
+    }
     const published = this.run.published;
     if (published && this.state.axis === "step")
-      series.push({ label: "published: mean and range of seeds", x: published.steps, y: published.mean, low: published.low, high: published.high, dashed: true });
+      series.push({ label: "published: mean and range of seeds", colour: 1, x: published.steps, y: published.mean, low: published.low, high: published.high, dashed: true });
     this.score.set(series, { time: this.state.axis === "time", range: this.state.range });
   }
 
   found() {
     const names = this.run.metrics.filter((name) => name !== SCORE);
     const text = this.search.value.trim();
+    if (!text) return FIRST.flatMap((test) => names.filter((name) => test.test(name)));
     let test = null;
-    try { test = new RegExp(text || FIRST, "i"); } catch { /* Half typed. */ }
+    try { test = new RegExp(text, "i"); } catch { /* Half typed. */ }
     return names.filter((name) => test ? test.test(name) : name.includes(text));
   }
 
@@ -153,8 +160,17 @@ class Charts {
     await Promise.all([...this.shown.keys()].map((name) => this.draw(name)));
   }
 
+  // Metrics come now and then, and news every second.
+  refreshSoon() {
+    this.waiting ??= setTimeout(() => {
+      this.waiting = null;
+      this.refresh().catch(show);
+    }, 1000 * REFRESH_SECONDS);
+  }
+
   close() {
     clearTimeout(this.timer);
+    clearTimeout(this.waiting);
     this.score.close();
     for (const chart of this.shown.values()) chart.close();
   }
@@ -165,6 +181,7 @@ class Strip {
   constructor() {
     this.events = [];
     this.canvas = el("canvas", { role: "img", "aria-label": "Events along time" });
+    redrawn(this.canvas, () => this.draw());
     this.list = el("ol", { class: "log", id: "events", "aria-label": "Events, the newest first", tabindex: 0 });
     this.element = el("div", { class: "card strip" }, this.canvas, this.list);
   }
@@ -198,15 +215,15 @@ class Strip {
     context.font = "11px system-ui, sans-serif";
     context.fillStyle = tone("soft");
     context.textAlign = "left";
-    context.fillText(clock(first), 2, height - 3);
+    context.fillText(moment(first), 2, height - 3);
     context.textAlign = "right";
-    context.fillText(clock(last), width - 2, height - 3);
+    context.fillText(moment(last), width - 2, height - 3);
   }
 }
 
 function entry(event) {
   const kind = String(event.kind ?? "");
-  return el("li", {}, el("time", {}, clock(event.time)),
+  return el("li", {}, el("time", {}, moment(event.time)),
     el("span", { class: `kind ${kind in TONES ? kind : ""}` }, kind), String(event.text ?? ""));
 }
 

@@ -18,7 +18,7 @@ export async function runsPage(content) {
     el("div", { class: "bar" }, filter, count,
       el("label", {}, seeds, "seeds of one setting as a band")),
     place,
-    el("div", { class: "card scroll" }, el("table", { "aria-label": "Runs" },
+    el("div", { class: "card scroll" }, el("table", { class: "list", "aria-label": "Runs" },
       el("thead", {}, el("tr", {}, head.map((text) =>
         el("th", { scope: "col", class: ["Step", "Time", "Score"].includes(text) ? "number" : "" }, text)))),
       body)));
@@ -33,15 +33,15 @@ export async function runsPage(content) {
       compare().catch(show);
     });
     return el("tr", { "data-run": run.id },
-      el("td", {}, box),
-      el("td", { class: "name" }, el("a", { href: `#/run/${run.id}` }, run.name)),
-      el("td", {}, run.task),
-      el("td", {}, run.seed),
-      el("td", {}, el("span", { class: `state ${run.state}` }, run.state)),
-      el("td", { class: "number" }, number(run.step)),
-      el("td", { class: "number" }, duration(run.seconds)),
-      el("td", { class: "number" }, number(run.score)),
-      el("td", {}, spark(run.curve, `Score of ${run.name}, ${run.curve.length} points`)));
+      el("td", { class: "c-box" }, box),
+      el("td", { class: "c-name name" }, el("a", { href: `#/run/${run.id}` }, run.name)),
+      el("td", { class: "c-task" }, run.task),
+      el("td", { class: "c-seed" }, run.seed),
+      el("td", { class: "c-state" }, el("span", { class: `state ${run.state}` }, run.state)),
+      el("td", { class: "c-step number" }, number(run.step)),
+      el("td", { class: "c-time number" }, duration(run.seconds)),
+      el("td", { class: "c-score number" }, number(run.score)),
+      el("td", { class: "c-curve" }, spark(run.curve, `Score of ${run.name}, ${run.curve.length} points`)));
   }
 
   function update(changed) {

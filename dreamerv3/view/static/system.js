@@ -1,55 +1,98 @@
 // The system alive: roles as boxes, the hops between them as lines, as in
 // docs/architecture.md.
-import { bytes, el, number } from "./page.js";
+import { bytes, count, el, number } from "./page.js";
 
-const BOXES = ["env", "actor", "learner", "replay", "logger"];
 const TITLES = { env: "Environments", actor: "Actor", learner: "Learner", replay: "Replay", logger: "Logger" };
 // Role under which a supervisor knows what a box shows.
 const ROLES = { env: "env", actor: "agent", learner: "agent", replay: "replay", logger: "logger" };
+// By place: hops with their ends and the connection whose figures they have.
 const HOPS = {
-  h12: [["→ act, ← action", "server/actor", "received_bytes", "batch_waiting"]],
-  h3: [["→ add_batch", "client/actor_replay", "sent_bytes", "inflight"]],
-  h47: [["← tran", "client/actor_logger", "sent_bytes", "inflight"], ["← add", "client/learner_logger", "sent_bytes", "inflight"]],
-  h56: [["← sample", "client/learner_samples", "received_bytes", "inflight"], ["→ update", "client/learner_replay", "sent_bytes", "inflight"]],
+  h12: [{ name: "act, action", from: "env", to: "actor", way: "both", end: "server/actor", size: "received_bytes", queue: "batch_waiting" }],
+  h3: [{ name: "add_batch", from: "actor", to: "replay", way: "right", end: "client/actor_replay", size: "sent_bytes", queue: "inflight" }],
+  h47: [
+    { name: "tran", from: "actor", to: "logger", way: "left", end: "client/actor_logger", size: "sent_bytes", queue: "inflight" },
+    { name: "add", from: "learner", to: "logger", way: "left", end: "client/learner_logger", size: "sent_bytes", queue: "inflight" }],
+  h56: [
+    { name: "sample", from: "replay", to: "learner", way: "left", end: "client/learner_samples", size: "received_bytes", queue: "inflight" },
+    { name: "update", from: "learner", to: "replay", way: "right", end: "client/learner_replay", size: "sent_bytes", queue: "inflight" }],
 };
+const SPEEDS = [0.05, 2, 20, 200]; // Calls a second, from which on a line moves faster.
 
 export class System {
   constructor() {
-    this.boxes = Object.fromEntries(BOXES.map((name) => [name, el("div", { class: "box", id: `box-${name}`, role: "group", "aria-label": TITLES[name] })]));
-    this.hops = Object.fromEntries(Object.keys(HOPS).map((name) => [name, el("div", { class: "hops" })]));
-    this.line = el("p", { class: "soft", role: "status" });
-    const grid = el("div", { class: "system" }, ...Object.entries({ ...this.boxes, ...this.hops }).map(([name, node]) => {
-      node.style.gridArea = name;
-      return node;
-    }));
-    this.element = el("div", {}, this.line, grid);
+    this.boxes = Object.fromEntries(Object.keys(TITLES).map((name) =>
+      [name, el("div", { class: `box at-${name}`, id: `box-${name}`, role: "group", "aria-label": TITLES[name] })]));
+    this.hops = Object.fromEntries(Object.values(HOPS).flat().map((hop) => [hop.end, new Hop(hop)]));
+    this.line = el("p", { class: "soft", role: "status", id: "system-line" });
+    const places = Object.entries(HOPS).map(([place, hops]) =>
+      el("div", { class: `hops at-${place}` }, hops.map((hop) => this.hops[hop.end].element)));
+    this.grid = el("div", { class: "system" },
+      el("div", { class: "frame", "aria-hidden": "true" }), ...Object.values(this.boxes), ...places);
+    this.element = el("div", {}, this.line, this.grid);
   }
 
   set(live, state) {
-    const metrics = live.metrics ?? {};
+    const metrics = live.metrics ?? {}, hops = live.hops ?? {};
     const roles = merge(live.hosts ?? {});
-    const alone = !Object.keys(roles).length && !("server/logger/calls" in metrics);
+    const told = Object.keys(roles).length || Object.keys(hops).length || "server/logger/calls" in metrics;
+    this.grid.hidden = !live.time;
+    this.grid.classList.toggle("alone", !told);
+    this.grid.classList.toggle("still", state !== "live");
     const slow = (live.bottleneck ?? "").split(":")[0];
     const marked = slow === "transfer" ? "learner" : slow;
-    for (const name of BOXES) {
+    for (const [name, box] of Object.entries(this.boxes)) {
       const role = roles[ROLES[name]] ?? {};
       const away = state === "live" ? role.away ?? [] : [];
-      const box = this.boxes[name];
-      box.className = `box${marked === name ? " bottleneck" : ""}${away.length ? " away" : ""}`;
-      box.replaceChildren(el("h3", {}, TITLES[name]),
-        ...facts(name, live, metrics, role).map((text) => el("p", {}, text)),
+      box.classList.toggle("bottleneck", marked === name);
+      box.classList.toggle("away", away.length > 0);
+      const [figure, ...rest] = facts(name, live, metrics, role);
+      box.replaceChildren(el("h3", {}, TITLES[name]), el("p", { class: "figure" }, figure ?? ""),
+        ...rest.map((text) => el("p", {}, text)),
         ...away.map((text) => el("p", { class: "trouble" }, text)));
     }
-    for (const [name, hops] of Object.entries(HOPS))
-      this.hops[name].replaceChildren(...hops.map((hop) => line(hop, metrics)));
-    const age = live.reported ? Math.max(0, live.time - live.reported) : null;
-    const texts = [];
-    if (state !== "live") texts.push("As it was last.");
-    if (alone) texts.push("All in one process.");
-    if (live.bottleneck) texts.push(`Bottleneck: ${live.bottleneck}.`);
-    if (age != null && !alone) texts.push(`Hops as reported ${age.toFixed(0)} s before.`);
-    this.line.textContent = texts.join(" ");
+    for (const [end, hop] of Object.entries(this.hops)) hop.set(hops[end] ?? logged(hop.of, metrics));
+    this.line.textContent = this.tell(live, state, told).join(" ");
   }
+
+  tell(live, state, told) {
+    if (!live.time) return ["This run has left nothing about its roles."];
+    const texts = [];
+    const hosts = Object.keys(live.hosts ?? {});
+    if (state !== "live") texts.push("As it was last.");
+    if (!told) texts.push("All in one process.");
+    if (hosts.length > 1) texts.push(`${hosts.length} hosts: ${hosts.join(", ")}.`);
+    if (live.bottleneck) texts.push(`Bottleneck: ${live.bottleneck}.`);
+    return texts;
+  }
+}
+
+// A line between two boxes. Kept, so that what moves on it goes on moving.
+class Hop {
+  constructor(hop) {
+    this.of = hop;
+    this.figures = el("div", { class: "figures" });
+    this.wire = el("div", { class: `wire ${hop.way}`, "aria-hidden": "true" });
+    this.element = el("div", { class: "hop", role: "group", "aria-label": `${hop.name}, ${TITLES[hop.from]} to ${TITLES[hop.to]}` },
+      el("div", { class: "hopname" }, hop.name,
+        el("span", { class: "ends" }, ` ${TITLES[hop.from]} ${hop.way === "both" ? "⇄" : "→"} ${TITLES[hop.to]}`)),
+      this.wire, this.figures);
+  }
+
+  set(figures) {
+    if (!figures) { this.wire.dataset.speed = 0; this.figures.replaceChildren(); return; }
+    const { calls, size, latency, queue } = { ...figures, size: figures.size ?? figures[this.of.size] };
+    this.wire.dataset.speed = SPEEDS.filter((least) => calls >= least).length;
+    const time = latency >= 1 ? `${number(latency)} s` : `${number(1000 * latency)} ms`;
+    this.figures.replaceChildren(`${number(calls)} calls/s · ${bytes(size)}/s`, el("br"), `${time} · queue ${number(queue)}`);
+  }
+}
+
+// Figures of a run that did not tell of hops by the second, from its metrics.
+function logged(hop, metrics) {
+  const value = (key) => metrics[`${hop.end}/${key}`];
+  if (value("call_rate") == null) return null;
+  const calls = value("call_rate");
+  return { calls, size: value("calls") ? value(hop.size) / value("calls") * calls : 0, latency: value("latency_p50"), queue: value(hop.queue) };
 }
 
 // Adds up what the supervisors of several hosts tell of a role.
@@ -65,39 +108,29 @@ function merge(hosts) {
   return roles;
 }
 
+// Texts for a box; the first is the figure that matters.
 function facts(name, live, metrics, role) {
   const lines = [];
-  const usage = { env: "env", actor: "agent", learner: "agent", replay: "replay", logger: "logger" }[name];
+  const rates = live.rates ?? {};
+  const usage = ROLES[name];
   const cores = role.cpu || metrics[`usage/${usage}/psutil/proc_cpu_usage`];
   const memory = role.memory_gb || metrics[`usage/${usage}/psutil/proc_ram_gb`];
   if (name === "env") {
-    lines.push(`${number(live.rates?.env)} steps/s`);
-    if (role.workers) lines.push(`${role.running} of ${role.workers} workers run`);
-  } else if (name === "actor" && metrics["fps/policy"] != null) {
-    lines.push(`${number(metrics["fps/policy"])} policy steps/s`);
+    lines.push(`${number(rates.env)} steps/s`);
+    if (role.workers) lines.push(`${role.running} of ${count(role.workers, "worker")} running`);
+  } else if (name === "actor") {
+    const steps = rates.policy ?? metrics["fps/policy"] ?? rates.env;
+    lines.push(`${number(steps)} policy steps/s`);
   } else if (name === "learner") {
-    const updates = live.rates?.train ?? metrics["parallel/updates_per_second"];
-    if (updates != null) lines.push(`${number(updates)} updates/s`);
-    if (metrics["timer/learner/wait"] != null) lines.push(`waits ${number(100 * metrics["timer/learner/wait"])}%`);
-  } else if (name === "replay" && metrics["replay/items"] != null) {
+    lines.push(`${number(rates.train ?? metrics["parallel/updates_per_second"])} updates/s`);
+    if (metrics["timer/learner/wait"] != null) lines.push(`waits ${number(100 * metrics["timer/learner/wait"])}% of the time`);
+  } else if (name === "replay") {
     lines.push(`${number(metrics["replay/items"])} sequences`);
     if (metrics["replay/bytes"] != null) lines.push(bytes(metrics["replay/bytes"]));
-  } else if (name === "logger") {
-    lines.push(`${number(live.episodes)} episodes`);
+  } else {
+    lines.push(count(live.episodes ?? 0, "episode"));
   }
-  if (cores != null && name !== "learner") lines.push(`${number(cores)} cores, ${number(memory)} GB`);
-  if (role.workers && name !== "learner") lines.push(`${role.restarts} restarts`);
+  if (cores != null && name !== "learner") lines.push(`${number(cores)} cores, ${bytes(1e9 * memory)}`);
+  if (role.workers && name !== "learner") lines.push(count(role.restarts, "restart"));
   return lines;
-}
-
-function line([title, prefix, size, queue], metrics) {
-  const value = (key) => metrics[`${prefix}/${key}`];
-  const rate = value("call_rate");
-  const node = el("div", { class: "hop" }, el("b", {}, title));
-  if (rate == null) return node;
-  const perCall = value("calls") ? value(size) / value("calls") : 0;
-  const latency = value("latency_p50");
-  node.append(el("br"), `${number(rate)} calls/s, ${bytes(perCall * rate)}/s`, el("br"),
-    `${latency >= 1 ? `${number(latency)} s` : `${number(1000 * latency)} ms`}, queue ${number(value(queue))}`);
-  return node;
 }
