@@ -249,7 +249,7 @@ class _Mode:
     def _record(self, batch: _Batch, rows: np.ndarray, now: float) -> None:
         for row in rows:
             env, first = batch.envs[row], bool(batch.is_first[row])
-            if self._recorder.wants(env, first, now):
+            if self._recorder.wants(env, first, now, env in batch.some_images):
                 frames = {key: value[row] for key, value in batch.images.items()}
                 frames.update(batch.some_images.get(env, {}))
                 self._recorder.add(env, first, frames, now)
@@ -317,12 +317,20 @@ class _Recorder:
         self._seen = 0.0
         self._frames: dict[str, list[np.ndarray]] = {}
 
-    def wants(self, env: Hashable, first: bool, now: float) -> bool:
-        """Whether frames of this env should be added."""
+    def wants(self, env: Hashable, first: bool, now: float, chosen: bool) -> bool:
+        """Whether frames of this env should be added.
+
+        Args:
+          env: whose step it is.
+          first: an episode of it begins.
+          now: in seconds.
+          chosen: the sender has frames of this env alone. It may have chosen another
+            one while the recorded env was away.
+        """
         if env == self._env:
             return True
         gone = self._env is _NOBODY or now - self._seen > self._timeout
-        return first and gone
+        return first and (gone or chosen)
 
     def add(
         self, env: Hashable, first: bool, frames: Mapping[str, np.ndarray], now: float

@@ -302,6 +302,19 @@ class TestVideo:
         np.testing.assert_array_equal(result["epstats/policy_image"], frames(2, 1))
         assert result["epstats/policy_log/map"].shape == (2, 2, 2, 1)
 
+    def test_another_env_is_recorded_if_images_come_of_that_one(self):
+        episodes = Episodes()
+        for env, first, last in ((1, True, False), (0, True, False), (0, False, True)):
+            batch = {
+                "reward": np.zeros(1, np.float32),
+                "is_first": np.array([first]),
+                "is_last": np.array([last]),
+            }
+            images = {env: {"image": frames(1, env)[0]}}
+            episodes.add_batch(batch, [env], images=images)
+        video = episodes.result()["epstats/policy_image"]
+        np.testing.assert_array_equal(video, frames(2, 0))
+
     def test_the_frames_of_an_abandoned_episode_are_dropped(self):
         episodes = Episodes()
         episodes.add(transition(first=True, image=frames(1, 1)[0]), 0)

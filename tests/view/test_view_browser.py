@@ -14,14 +14,18 @@ from view_testing import (
     browser_missing,
     drawn,
     env_worker,
+    fetch,
     find,
     identity,
     keep,
+    loaded,
+    program,
     running,
     text,
     view,
     wait_for,
     write_run,
+    write_videos,
 )
 
 pytest.importorskip("starlette", reason="the extra `view` is not installed")
@@ -31,6 +35,7 @@ pytestmark = [
 ]
 
 NASTY = "train/<img src=x onerror=document.title='harm'>../../../etc"
+ROLLOUT = ("--configs", "debug", "--random_agent", "True", "--script", "rollout")
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +48,8 @@ def folder(tmp_path_factory):
         file.writelines(json.dumps(row) + "\n" for row in metrics)
     events = [{"time": 1e9 + i, "kind": "save", "text": NASTY} for i in range(5)]
     (finished / "events.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
+    write_videos(finished, NASTY, "report/openloop/image")
+    program(*ROLLOUT, "--run.steps", 400, "--logdir", folder / "rollout").communicate()
     return folder
 
 
@@ -86,7 +93,7 @@ def page(chromium, address):
 
 def test_all_runs_and_seeds_as_a_band(page):
     driver = page("runs", "tbody tr")
-    wait_for(lambda: "4 runs" in text(driver, "[role=status]"), "all runs")
+    wait_for(lambda: "5 runs" in text(driver, "[role=status]"), "all runs")
     assert "live" in text(driver, "tbody .state.live")
     boxes = [
         box
@@ -115,14 +122,40 @@ def test_a_live_run_shows_new_scores_without_a_reload(page, address, folder):
     assert driver.execute_script("return window.same")
 
 
+def test_a_new_score_is_there_within_two_seconds(page, address, folder):
+    driver = page(f"run/{identity(address, 'finished1')}", "#score")
+    assert text(driver, "#score") == "50"
+    with (folder / "finished1/scores.jsonl").open("a") as file:
+        file.write('{"step": 510, "episode/score": 77.0}\n')
+    wait_for(lambda: text(driver, "#score") == "77", "the new score", seconds=2)
+    label = find(driver, ".chart.large canvas")[0].get_attribute
+    wait_for(lambda: "77 at step 510" in label("aria-label"), "the curve", seconds=2)
+
+
+def test_hops_are_of_the_last_seconds_however_seldom_is_logged(page, address, live):
+    driver = page(f"run/{identity(address, 'live')}", "#box-env")
+    hops = {hop.get_attribute("aria-label"): hop for hop in find(driver, ".hop")}
+    assert len(hops) == 6
+    act = hops["act, action, Environments to Actor"]
+    wait_for(lambda: "calls/s" in act.text and "queue" in act.text, "the figures")
+    assert all(part in act.text for part in ("/s · ", "ms · queue"))
+    moving = (
+        "return [...document.querySelectorAll('.wire')].map((x) => x.dataset.speed)"
+    )
+    wait_for(lambda: int(driver.execute_script(moving)[0]) > 0, "calls on the line")
+    shown = json.loads(fetch(f"{address}api/run/{identity(address, 'live')}")[2])
+    assert shown["live"]["hops"]["server/actor"]["calls"] > 0
+
+
 def test_a_killed_worker_is_seen_in_the_strip_and_in_its_box(page, address, live):
     driver = page(f"run/{identity(address, 'live')}", "#box-env")
     wait_for(lambda: "restarts" in text(driver, "#box-env"), "the state of workers")
     assert "0 restarts" in text(driver, "#box-env")
     os.kill(wait_for(lambda: env_worker(live), "the worker"), signal.SIGKILL)
     wait_for(lambda: "env-0 is restarted" in text(driver, "#events"), "the event")
-    wait_for(lambda: "1 restarts" in text(driver, "#box-env"), "the restart in the box")
+    wait_for(lambda: "1 restart" in text(driver, "#box-env"), "the restart in the box")
     assert "restart" in text(driver, "#events .kind.restart")
+    assert drawn(driver, ".strip canvas")
 
 
 def test_a_finished_run_with_names_that_would_harm(page, address):
@@ -136,6 +169,59 @@ def test_a_finished_run_with_names_that_would_harm(page, address):
     assert NASTY in text(driver, "#events")
     assert not find(driver, "main img")
     assert "atari100k_boxing" in text(driver, "table[aria-label^=Keys]")
+
+
+def test_videos_of_a_finished_run(page, address):
+    driver = page(f"videos/{identity(address, 'finished2')}", "figure")
+    assert len(find(driver, "figure")) == 2 and "error" in text(driver, "section")
+    assert NASTY in text(driver, "section h2")
+    wait_for(lambda: all(map(loaded, find(driver, "main img"))), "the pictures")
+    assert "still" not in find(driver, "main img")[0].get_attribute("src")
+    find(driver, "figure button")[0].click()
+    assert "still" in find(driver, "main img")[0].get_attribute("src")
+    wait_for(lambda: all(map(loaded, find(driver, "main img"))), "the picture")
+    find(driver, "select option")[1].click()
+    wait_for(lambda: NASTY not in text(driver, "section h2"), "one name alone")
+
+
+def test_videos_of_a_live_run_come_by_themselves(page, address, live):
+    driver = page(f"videos/{identity(address, 'live')}", "figure")
+    assert "epstats/policy_image" in text(driver, "section h2")
+    first = find(driver, "figcaption")[0].text
+    wait_for(lambda: find(driver, "figcaption")[0].text != first, "the next episode")
+    wait_for(lambda: loaded(find(driver, "main img")[0]), "its picture")
+
+
+def test_who_wants_less_motion_gets_pictures(page, address, chromium):
+    def emulate(value):
+        features = [{"name": "prefers-reduced-motion", "value": value}]
+        chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    emulate("reduce")
+    try:
+        driver = page(f"videos/{identity(address, 'finished2')}", "figure")
+        sources = [x.get_attribute("src") for x in find(driver, "main img")]
+        assert all("still" in source for source in sources)
+        assert text(driver, "figure button").startswith("Play")
+        page(f"run/{identity(address, 'live')}", "#box-env")
+        script = (
+            "return getComputedStyle(document.querySelector('.wire'), '::before')"
+            ".animationName"
+        )
+        assert driver.execute_script(script) == "none"
+    finally:
+        emulate("no-preference")
+
+
+def test_a_folder_of_a_rollout_is_shown_calmly(page, address):
+    run = identity(address, "rollout")
+    driver = page(f"run/{run}", "#state")
+    assert text(driver, "#state") == "ended"
+    wait_for(lambda: drawn(driver, ".chart.large canvas"), "its scores")
+    assert "nothing about its roles" in text(driver, "#system-line")
+    assert not find(driver, ".system")[0].is_displayed()
+    page(f"videos/{run}", "main h1")
+    page(f"dream/{run}", "#begin")
 
 
 def test_zoom_and_smoothing_by_keyboard(page, address):
@@ -159,8 +245,12 @@ def test_pages_are_readable_at(page, address, width):
     driver = page("runs", "tbody tr")
     driver.set_window_size(width, 800)
     try:
-        for path in ("runs", f"run/{identity(address, 'live')}"):
-            page(path, "tbody tr" if path == "runs" else "#state")
+        run = identity(address, "finished2")
+        seen = {"runs": "tbody tr", f"run/{run}": "#state"}
+        seen |= {f"videos/{run}": "figure", f"dream/{run}": "#begin"}
+        seen |= {f"run/{identity(address, 'live')}": "#box-env"}
+        for path, shown in seen.items():
+            page(path, shown)
             script = "return document.documentElement.scrollWidth - window.innerWidth"
             assert driver.execute_script(script) <= 0
     finally:

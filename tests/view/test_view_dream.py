@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -14,15 +17,20 @@ from view_testing import (
     fetch,
     find,
     keep,
+    make_dreamer,
     text,
     view,
     wait_for,
 )
 
 from dreamerv3.view.dream import NoDream, read_moment
+from embodied.run.live import LiveFile
 
 pytest.importorskip("starlette", reason="the extra `view` is not installed")
 pytestmark = pytest.mark.timeout(240)
+needs_browser = pytest.mark.skipif(
+    bool(browser_missing()), reason=browser_missing() or "there"
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,38 +72,90 @@ def refused(address, body):
     return json.loads(content)["error"]
 
 
-@pytest.mark.skipif(bool(browser_missing()), reason=browser_missing() or "there")
-def test_the_dream_answers_to_keys(address, identity):
+@pytest.fixture(scope="module")
+def chromium():
     with browser() as driver:
-        driver.get(f"{address}#/dream/{identity}")
-        wait_for(lambda: text(driver, "#begin"), "the page")
-        _play(driver)
-        driver.get(f"{address}#/runs")  # Leaving the page ends the dream.
-        wait_for(lambda: text(driver, "tbody tr"), "the list of runs")
-        assert [entry["message"] for entry in driver.get_log("browser")] == []
+        yield driver
+
+
+@contextlib.contextmanager
+def dreaming(driver, address, identity):
+    """The page of a dream that has begun; at the end the console must be empty."""
+    driver.get(f"{address}#/dream/{identity}")
+    wait_for(lambda: text(driver, "#begin"), "the page")
+    find(driver, "#begin")[0].click()
+    wait_for(lambda: "you play now" in text(driver, "#status"), "the dream", 120)
+    yield
+    driver.get(f"{address}#/runs")  # Leaving the page ends the dream.
+    wait_for(lambda: text(driver, "tbody tr"), "the list of runs")
+    assert [entry["message"] for entry in driver.get_log("browser")] == []
+
+
+def at(driver):
+    """The step of the dream that is shown."""
+    script = "return Number(document.querySelector('[data-at]').dataset.at)"
+    return driver.execute_script(script)
+
+
+@needs_browser
+@pytest.mark.parametrize("state", ["ended", "live"])
+def test_the_dream_answers_to_keys(chromium, address, identity, dreamer, state):
+    live = LiveFile(dreamer, lambda: {"step": 200}, every=0.2)
+    with live if state == "live" else contextlib.nullcontext():
+        wait_for(lambda: ask(f"{address}api/runs")[0]["state"] == state, state)
+        with dreaming(chromium, address, identity):
+            _play(chromium)
+    (dreamer / "live.json").unlink(missing_ok=True)
+    (dreamer / "events.jsonl").unlink(missing_ok=True)
 
 
 def _play(driver):
-    find(driver, "#begin")[0].click()
-    wait_for(lambda: "you play now" in text(driver, "#status"), "the dream", 120)
     from selenium.webdriver.common.keys import Keys
 
-    def at():
-        return driver.execute_script(
-            "return Number(document.querySelector('[data-at]').dataset.at)"
-        )
-
-    assert at() == 0 and drawn(driver, ".screens canvas")
+    assert at(driver) == 0 and drawn(driver, ".screens canvas")
     body = find(driver, "body")[0]
     body.send_keys("2")
-    wait_for(lambda: at() == 1, "a step by a key")
+    wait_for(lambda: at(driver) == 1, "a step by a key")
+    assert "act_disc 1 ◂" in text(driver, ".side")
     body.send_keys(Keys.ARROW_LEFT)
-    wait_for(lambda: at() == 2, "a step by an arrow")
+    wait_for(lambda: at(driver) == 2, "a step by an arrow")
+    find(driver, ".actions button")[3].click()
+    wait_for(lambda: at(driver) == 3, "a step by a button")
     find(driver, "#play-policy")[0].click()
-    wait_for(lambda: at() > 6, "steps of the policy")
+    wait_for(lambda: at(driver) > 6, "steps of the policy")
     find(driver, "#play-policy")[0].click()
     assert "Value" in text(driver, "#meters")
     keep(driver, "dream", 1000)
+
+
+@needs_browser
+def test_actions_of_several_variables_have_keys_and_lists(chromium, tmp_path):
+    make_dreamer(tmp_path / "run", "--task", "switches:Switches")
+    with view(tmp_path) as address:
+        (run,) = ask(f"{address}api/runs")
+        with dreaming(chromium, address, run["id"]):
+            assert len(find(chromium, ".variable select")) == 2
+            body = find(chromium, "body")[0]
+            body.send_keys("4")  # More of the second variable.
+            wait_for(lambda: at(chromium) == 1, "a step by a key")
+            shown = text(chromium, ".side")
+            assert "switch 0: 0 ◂" in shown and "switch 1: 1 ◂" in shown
+            find(chromium, ".variable select")[0].send_keys("1")
+            wait_for(lambda: at(chromium) == 2, "a step by a list")
+            shown = text(chromium, ".side")
+            assert "switch 0: 1 ◂" in shown and "switch 1: 1 ◂" in shown
+            assert "switch 0: 2" not in shown and "switch 1: 2" in shown
+
+
+def test_the_code_of_a_stranger_is_not_imported(dreamer, tmp_path):
+    folder = shutil.copytree(dreamer, tmp_path / "run")
+    config = (folder / "config.yaml").read_text()
+    task = re.sub(r"(?m)^task: .*", "task: this:Unknown", config)
+    (folder / "config.yaml").write_text(task)
+    with view(tmp_path) as address:
+        (run,) = ask(f"{address}api/runs")
+        body = {"run": run["id"], "source": "episode"}
+        assert "names code" in refused(f"{address}api/dream", body)
 
 
 def test_moments_of_the_replay(dreamer):
@@ -118,14 +178,16 @@ def test_without_a_replay_there_is_a_reason(tmp_path):
 def test_a_step_shows_what_the_model_makes_of_it(session):
     first = session.first
     (action,) = first["spaces"]["actions"]
-    assert action["key"] == "act_disc" and action["classes"] == 5
+    assert action["key"] == "act_disc"
+    assert action["variables"] == [{"low": 0, "classes": 5}]
     assert first["at"] == 0 and {"dream", "truth"} <= set(first)
     image = first["dream"]["image"]
     assert (image["height"], image["width"]) == (64, 64) and image["pixels"]
     frame = session(action={"act_disc": 2})
     assert frame["at"] == 1 and frame["action"] == {"act_disc": 2}
     assert 0 <= frame["continues"] <= 1 and np.isfinite(frame["value"])
-    assert sum(frame["policy"]["act_disc"]["probs"]) == pytest.approx(1, abs=1e-3)
+    (probs,) = frame["policy"]["act_disc"]["probs"]
+    assert len(probs) == 5 and sum(probs) == pytest.approx(1, abs=1e-3)
     assert len(frame["dream"]["vector"]["vector"]) == 7
     assert session(policy=True)["at"] == 2
 

@@ -137,7 +137,7 @@ def test_a_new_score_is_streamed(address, folder):
             scores.write('{"step": 900, "episode/score": 123.5}\n')
         begin = time.monotonic()
         wait_for(lambda: '"score": 123.5' in file.readline(), "the new score")
-        assert time.monotonic() - begin < 5  # 2 s, on a machine that is not busy.
+        assert time.monotonic() - begin < 2
 
 
 def test_many_runs_and_rows_come_quickly(tmp_path):

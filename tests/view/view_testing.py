@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -22,12 +23,9 @@ SHOTS = os.environ.get("VIEW_SCREENSHOTS")  # A folder, to keep pictures of page
 # A run that starts at once, without JAX.
 QUICK = (
     *("--configs", "debug", "--random_agent", "True", "--script", "parallel"),
-    *("--task", "dummy_disc", "--run.envs", "3", "--run.eval_envs", "0"),
-    *("--run.log_every", "1", "--logger.outputs", "jsonl"),
-    *(
-        "--run.train_ratio",
-        "0.1",
-    ),
+    *("--task", "grid_reach", "--run.envs", "3", "--run.eval_envs", "0"),
+    *("--run.log_every", "1", "--logger.outputs", "jsonl", "tensorboard"),
+    *("--run.train_ratio", "0.1"),
 )
 # A run with a model that was never updated, and steps of a random policy.
 DREAMER = """
@@ -72,7 +70,10 @@ def make_dreamer(folder, *flags):
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    # Quick to compile, slow to run, of which there is little.
+    flags = "--xla_backend_optimization_level=0"
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    return {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": flags}
 
 
 def wait_for(condition, what, seconds=SECONDS):
@@ -161,6 +162,17 @@ def write_run(folder, task="dummy_disc", seed=0, rows=50):
     return folder
 
 
+def write_videos(folder, *names):
+    """Adds a video of two frames under each name, as runs write them."""
+    from embodied.logger import TensorBoardOutput
+
+    frames = np.zeros((2, 16, 24, 3), np.uint8)
+    frames[1] = 255
+    output = TensorBoardOutput(folder)
+    output([(100, name, frames) for name in names])
+    output.close()
+
+
 def env_worker(process):
     """The number of a process that steps an environment of a run."""
     import psutil
@@ -222,6 +234,11 @@ def text(driver, selector):
         return " ".join(element.text for element in find(driver, selector)).strip()
     except StaleElementReferenceException:  # Drawn anew at this moment.
         return ""
+
+
+def loaded(image):
+    """Whether a picture has come."""
+    return int(image.get_property("naturalWidth") or 0) > 0
 
 
 def identity(address, name):

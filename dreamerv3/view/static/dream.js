@@ -15,7 +15,7 @@ export async function dreamPage(content, id) {
 
 class Dream {
   constructor(id) {
-    Object.assign(this, { id, session: null, busy: false, playing: "", screens: new Map(), rewards: [] });
+    Object.assign(this, { id, session: null, busy: false, playing: "", screens: new Map(), rewards: [], leaving: new AbortController() });
     this.source = el("select", { "aria-label": "Where it begins", id: "source" },
       el("option", { value: "replay" }, "at a moment of the replay"),
       el("option", { value: "episode" }, "in an episode that the policy plays now"));
@@ -147,8 +147,8 @@ class Dream {
 
   key(event) {
     if (!this.session || this.stage.hidden || event.ctrlKey || event.metaKey || event.altKey) return;
-    const input = event.target.closest?.("input, select");
-    if (input && event.key.startsWith("Arrow")) return;
+    if (event.target.closest?.("select")) return; // Its own keys choose in it.
+    if (event.target.closest?.("input") && event.key.startsWith("Arrow")) return;
     if (event.key === " ") {
       if (event.target.closest?.("button")) return;
       this.play("policy");
@@ -179,8 +179,9 @@ class Dream {
     if (this.busy || !this.session) return;
     this.busy = true;
     try {
-      this.take(await post(`api/dream/${this.session}`, { do: "step", ...choice }));
+      this.take(await post(`api/dream/${this.session}`, { do: "step", ...choice }, this.leaving.signal));
     } catch (problem) {
+      if (this.left) return;
       this.stop();
       this.status.textContent = String(problem.message ?? problem);
     } finally {
@@ -236,6 +237,7 @@ class Dream {
 
   close() {
     this.left = true;
+    this.leaving.abort(); // Else what is under way would be told that its dream is gone.
     this.stop();
     window.removeEventListener("keydown", this.listener);
     if (this.session) fetch(`api/dream/${this.session}/end`, { method: "POST", keepalive: true }).catch(show);

@@ -17,9 +17,9 @@ export async function get(path) {
   return answer(await fetch(path));
 }
 
-export async function post(path, body) {
+export async function post(path, body, signal) {
   const headers = { "Content-Type": "application/json" };
-  return answer(await fetch(path, { method: "POST", headers, body: JSON.stringify(body) }));
+  return answer(await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal }));
 }
 
 async function answer(response) {

@@ -43,12 +43,13 @@ export class System {
     for (const [name, box] of Object.entries(this.boxes)) {
       const role = roles[ROLES[name]] ?? {};
       const away = state === "live" ? role.away ?? [] : [];
+      const starts = (text) => text.endsWith(": starting"); // Which is no trouble.
       box.classList.toggle("bottleneck", marked === name);
-      box.classList.toggle("away", away.length > 0);
+      box.classList.toggle("away", !away.every(starts));
       const [figure, ...rest] = facts(name, live, metrics, role);
       box.replaceChildren(el("h3", {}, TITLES[name]), el("p", { class: "figure" }, figure ?? ""),
         ...rest.map((text) => el("p", {}, text)),
-        ...away.map((text) => el("p", { class: "trouble" }, text)));
+        ...away.map((text) => el("p", { class: starts(text) ? "soft" : "trouble" }, text)));
     }
     for (const [end, hop] of Object.entries(this.hops)) hop.set(hops[end] ?? logged(hop.of, metrics));
     this.line.textContent = this.tell(live, state, told).join(" ");
