@@ -3,10 +3,12 @@
     python -m benchmarks.end_to_end                            # Two cores, no device.
     python -m benchmarks.end_to_end --duty --ratio 512 --envs 16     # One accelerator.
     python -m benchmarks.end_to_end --duty --cases 512:16 32:64:4    # Several of them.
+    python -m benchmarks.end_to_end --view               # With the view, and without.
 
-Without `--duty`: a random agent and dummy environments, over our transport and over
-portal. With it: learner duty, which is updates per second of a run, divided by those
-of a bare loop of `agent.train` on one batch that stays on the device. The last line is
+Without `--duty` and `--view`: a random agent and dummy environments, over our transport
+and over portal. With `--duty`: learner duty, which is updates per second of a run,
+divided by those of a bare loop of `agent.train` on one batch that stays on the device.
+With `--view`: env steps with and without `--run.view True`, in turns. The last line is
 one JSON object; with `--cases` there is one for each.
 """
 
@@ -41,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.duty:
         measure_duty(options)
+    elif options.view:
+        print(json.dumps(measure_view(options)))
     else:
         print(json.dumps(measure_random(options)))
     return 0
@@ -50,6 +54,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--duty", action="store_true", help="measure learner duty")
+    parser.add_argument(
+        "--view", type=int, nargs="?", const=3, default=0, help="turns, by default 3"
+    )
     parser.add_argument(
         "--bare", action="store_true", help="measure the bare loop only"
     )
@@ -90,6 +97,26 @@ def measure_random(options: argparse.Namespace) -> dict[str, Any]:
         "learner_duty": None,  # A random agent has no updates that take time.
         "updates_per_second": round(ours["updates"], 2),
         "infrastructure_cpu_percent": round(ours["cpu"], 1),
+    }
+
+
+def measure_view(options: argparse.Namespace) -> dict[str, Any]:
+    """Compares env steps per second with and without the view beside a run."""
+    seconds = options.seconds or 20.0
+    steps: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(options.view):
+        for shown, found in steps.items():
+            flags = ["--random_agent", "True", "--run.view", str(shown)]
+            result = run(options, flags, seconds)
+            found.append(result["env_steps"])
+            print(f"view {shown!s:>5}: {describe(result)}", flush=True)
+    without, beside = (statistics.median(steps[shown]) for shown in (False, True))
+    return {
+        "env_steps_ratio": round(beside / without, 3),
+        "env_steps_per_second": {
+            "without": [round(x, 1) for x in steps[False]],
+            "with": [round(x, 1) for x in steps[True]],
+        },
     }
 
 
