@@ -1,52 +1,88 @@
 """Takes the pictures of the documents, of runs that are there.
 
-PYTHONPATH=. python tests/view/screenshots.py LOGDIR NAME docs/images
+PYTHONPATH=. python tests/view/screenshots.py LOGDIR docs/images --run NAME \
+    --compare NAME NAME --dream NAME
 
-NAME is that of the run below the folder LOGDIR whose page and dream are shown.
+Pictures are of runs below the folder LOGDIR: page and videos of one, the list
+with the curves of some, and a dream of one. What is not named is left out.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import pathlib
-import sys
 import time
 
 from selenium.webdriver.common.keys import Keys
 from view_testing import browser, find, identity, text, view, wait_for
 
 REST_SECONDS = 3.0  # For what is drawn to come to rest.
+WIDTH, HEIGHT = 1280, 900
 
 
-def main(logdir: str, name: str, folder: str) -> None:
-    out = pathlib.Path(folder)
-    with view(logdir) as address, browser(1280, 1000) as driver:
+class Camera:
+    """A browser at the pages of a view."""
 
-        def shot(kind: str) -> None:
-            time.sleep(REST_SECONDS)
-            driver.save_screenshot(str(out / f"view-{kind}.png"))
+    def __init__(self, driver, address, folder):
+        self.driver, self.address, self.folder = driver, address, folder
+        # Videos stand still: a picture in between may be the black one at their end.
+        calm = [{"name": "prefers-reduced-motion", "value": "reduce"}]
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": calm})
 
-        run = identity(address, name)
-        driver.get(f"{address}#/run/{run}")
-        wait_for(lambda: text(driver, "#state"), "the run")
-        find(driver, "input[type=range]")[0].send_keys(Keys.ARROW_RIGHT * 5)
-        driver.set_window_size(1280, 1500)
-        shot("run")
-        driver.set_window_size(1280, 1000)
-        driver.get(f"{address}#/runs")
-        wait_for(lambda: text(driver, "tbody tr"), "the runs")
-        find(driver, f"tr[data-run='{run}'] input")[0].click()
-        shot("runs")
-        driver.get(f"{address}#/videos/{run}")
-        wait_for(lambda: find(driver, "main figure"), "the videos")
-        shot("videos")
-        driver.get(f"{address}#/dream/{run}")
-        wait_for(lambda: text(driver, "#begin"), "the dream")
-        find(driver, "#source option[value=episode]")[0].click()
-        find(driver, "#begin")[0].click()
-        wait_for(lambda: "you play now" in text(driver, "#status"), "the dream", 240)
-        find(driver, "body")[0].send_keys("2")
-        shot("dream")
+    def go(self, page, name, until):
+        path = f"{page}/{identity(self.address, name)}" if name else page
+        self.driver.get("about:blank")
+        self.driver.get(f"{self.address}#/{path}")
+        wait_for(lambda: text(self.driver, until), path)
+
+    def take(self, kind, height=HEIGHT):
+        size = {"width": WIDTH, "height": height, "deviceScaleFactor": 1}
+        override = {**size, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", override)
+        time.sleep(REST_SECONDS)
+        self.driver.save_screenshot(str(self.folder / f"view-{kind}.png"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("logdir")
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--run")
+    parser.add_argument("--compare", nargs="*", default=())
+    parser.add_argument("--dream")
+    options = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(view(options.logdir))
+        driver = stack.enter_context(browser(WIDTH, HEIGHT))
+        camera = Camera(driver, address, options.folder)
+        if options.run:
+            camera.go("run", options.run, "#box-env")
+            camera.take("run", 1150)
+            camera.go("videos", options.run, "figure")
+            camera.take("videos")
+        if options.compare:
+            camera.go("runs", "", "tbody tr")
+            for name in options.compare:
+                row = f"tr[data-run='{identity(address, name)}'] input"
+                find(driver, row)[0].click()
+            camera.take("runs", 800)
+        if options.dream:
+            play(camera, options.dream)
+
+
+def play(camera: Camera, name: str) -> None:
+    """Lets the policy play for some steps of an episode."""
+    driver = camera.driver
+    camera.go("dream", name, "#begin")
+    find(driver, "#source option[value=episode]")[0].click()
+    find(driver, "#begin")[0].click()
+    wait_for(lambda: "you play now" in text(driver, "#status"), "the dream", 240)
+    find(driver, "body")[0].send_keys(Keys.SPACE)
+    wait_for(lambda: "20" in text(driver, "#meters").split("\n")[2], "20 steps")
+    find(driver, "body")[0].send_keys(Keys.SPACE)
+    camera.take("dream", 800)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-import shutil
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -21,9 +20,13 @@ from view_testing import (
     text,
     view,
     wait_for,
+    write_run,
 )
 
-from dreamerv3.view.dream import NoDream, read_moment
+from dreamerv3.cli.task_origin import sign_task
+from dreamerv3.view import dream
+from dreamerv3.view.dream import Dream, NoDream, read_moment
+from embodied.base import TaskError
 from embodied.run.live import LiveFile
 
 pytest.importorskip("starlette", reason="the extra `view` is not installed")
@@ -147,15 +150,14 @@ def test_actions_of_several_variables_have_keys_and_lists(chromium, tmp_path):
             assert "switch 0: 2" not in shown and "switch 1: 2" in shown
 
 
-def test_the_code_of_a_stranger_is_not_imported(dreamer, tmp_path):
-    folder = shutil.copytree(dreamer, tmp_path / "run")
-    config = (folder / "config.yaml").read_text()
-    task = re.sub(r"(?m)^task: .*", "task: this:Unknown", config)
-    (folder / "config.yaml").write_text(task)
-    with view(tmp_path) as address:
-        (run,) = ask(f"{address}api/runs")
-        body = {"run": run["id"], "source": "episode"}
-        assert "names code" in refused(f"{address}api/dream", body)
+def test_the_code_of_a_stranger_is_not_imported(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", "this:Unknown")
+    monkeypatch.setattr(dream, "load_model", unittest.mock.MagicMock())
+    with pytest.raises(NoDream, match="names code"):
+        Dream(folder).start({"source": "episode"})
+    sign_task(folder, "this:Unknown")  # Now it is one's own, and would be imported.
+    with pytest.raises(TaskError, match="this"):
+        Dream(folder).start({"source": "episode"})
 
 
 def test_moments_of_the_replay(dreamer):
