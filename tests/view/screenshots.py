@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import pathlib
 import time
 
-from selenium.webdriver.common.keys import Keys
 from view_testing import browser, find, identity, text, view, wait_for
 
 REST_SECONDS = 3.0  # For what is drawn to come to rest.
@@ -40,6 +40,7 @@ class Camera:
         size = {"width": WIDTH, "height": height, "deviceScaleFactor": 1}
         override = {**size, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", override)
+        self.driver.execute_script("window.scrollTo(0, 0)")
         time.sleep(REST_SECONDS)
         self.driver.save_screenshot(str(self.folder / f"view-{kind}.png"))
 
@@ -66,22 +67,23 @@ def main() -> None:
             for name in options.compare:
                 row = f"tr[data-run='{identity(address, name)}'] input"
                 find(driver, row)[0].click()
-            camera.take("runs", 800)
+            camera.take("runs", 880)
         if options.dream:
             play(camera, options.dream)
 
 
 def play(camera: Camera, name: str) -> None:
-    """Lets the policy play for some steps of an episode."""
+    """Makes some steps in the dream of an episode."""
     driver = camera.driver
     camera.go("dream", name, "#begin")
     find(driver, "#source option[value=episode]")[0].click()
     find(driver, "#begin")[0].click()
     wait_for(lambda: "you play now" in text(driver, "#status"), "the dream", 240)
-    find(driver, "body")[0].send_keys(Keys.SPACE)
-    wait_for(lambda: "20" in text(driver, "#meters").split("\n")[2], "20 steps")
-    find(driver, "body")[0].send_keys(Keys.SPACE)
-    camera.take("dream", 800)
+    for step in range(1, 7):
+        find(driver, "body")[0].send_keys("12"[step % 2])
+        shown = f"[data-at='{step}']"
+        wait_for(functools.partial(find, driver, shown), f"step {step}")
+    camera.take("dream", 760)
 
 
 if __name__ == "__main__":

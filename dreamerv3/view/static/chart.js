@@ -26,10 +26,11 @@ export class Chart {
 
   // Each series has label, x, y, and perhaps colour, dashed, faint, low and high.
   set(series, { time = false, range = null } = {}) {
+    this.known = true;
     this.series = series;
     this.time = time;
     this.range = range;
-    this.legend.replaceChildren(...(series.length > 1 ? series.map((item, index) =>
+    this.legend.replaceChildren(...(series.length > 1 || series[0]?.low ? series.map((item, index) =>
       el("span", { class: `key${(item.colour ?? index) % 8}` }, item.label)) : []));
     const last = series.map((item) => {
       const end = item.y.length - 1;
@@ -66,16 +67,17 @@ export class Chart {
     this.size = { width, height };
     const x = (value) => LEFT + (value - view.left) / (view.right - view.left) * (width - LEFT - RIGHT);
     const y = (value) => height - BOTTOM - (value - view.low) / (view.high - view.low) * (height - TOP - BOTTOM);
-    this.axes(context, width, height, view, x, y);
+    const empty = this.series.every((item) => !item.x.length);
+    if (!empty) this.axes(context, width, height, view, x, y);
     context.save();
     context.beginPath();
     context.rect(LEFT, 0, width - LEFT - RIGHT, height - BOTTOM);
     context.clip();
-    if (this.series.every((item) => !item.x.length)) {
+    if (empty) {
       context.fillStyle = tone("soft");
       context.font = "13px system-ui, sans-serif";
       context.textAlign = "center";
-      context.fillText("no values yet", (width + LEFT) / 2, height / 2 - BOTTOM);
+      context.fillText(this.known ? "no values yet" : "loading …", (width + LEFT) / 2, height / 2 - BOTTOM);
     }
     for (const faint of [true, false]) // What is faint lies below.
       this.series.forEach((item, index) => { if (Boolean(item.faint) === faint) this.line(context, item, item.colour ?? index, x, y); });

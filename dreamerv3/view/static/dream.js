@@ -41,6 +41,7 @@ class Dream {
         : await post("api/dream", { run: this.id, ...options });
       this.session = first.session ?? this.session;
       if (this.left) { this.close(); return; }
+      this.episode = options.source === "episode";
       this.build(first);
       this.take(first);
       this.status.textContent = `The model of step ${number(first.step)}. Its context has ended: you play now.`;
@@ -85,7 +86,7 @@ class Dream {
       single ? this.choices(this.actions[0]) : this.variables());
     return el("div", {}, actions, el("div", { class: "keys" },
       mode("policy", "Policy plays"), mode("recorded", "As recorded"),
-      el("button", { type: "button", onclick: () => this.again() }, "Again from the context"),
+      el("button", { type: "button", id: "again", onclick: () => this.again() }, "Again from the context"),
       el("span", { class: "soft" }, "Keys act; space lets the policy play.")));
   }
 
@@ -207,6 +208,10 @@ class Dream {
       redrawn(node, paint);
       paint();
     }
+    // Of an episode that is played now nothing is recorded, and it cannot be repeated.
+    if (!frame.more && this.playing === "recorded") this.stop();
+    document.getElementById("play-recorded").disabled = !frame.more;
+    document.getElementById("again").disabled = this.episode;
     this.rewards.push([frame.reward, frame.true_reward ?? null]);
     this.element.dataset.at = frame.at;
     const pairs = [["Steps", null, String(frame.at)], ["Reward", null, decimal(frame.reward)],

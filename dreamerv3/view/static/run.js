@@ -189,6 +189,8 @@ class Strip {
   set(events) {
     this.events = events;
     this.list.replaceChildren(...events.slice(-200).reverse().map(entry));
+    this.canvas.hidden = !events.length;
+    if (!events.length) this.list.append(el("li", { class: "soft" }, "None were recorded."));
     this.canvas.setAttribute("aria-label", `${events.length} events along time`);
     this.draw();
   }
