@@ -87,8 +87,10 @@ class MetricFile:
                 break
             self._offset += end
             file.seek(self._offset)
-            for row in parse_lines(block[:end]):
-                self._add(row)
+            rows = parse_lines(block[:end])
+            if not self._add_alike(rows):
+                for row in rows:
+                    self._add(row)
             if self._points > MOST_POINTS:
                 self._thin()
             found = True
@@ -109,20 +111,46 @@ class MetricFile:
                 self._columns[name] = (steps, values)
             self._points += len(steps)
 
+    def _add_alike(self, rows: list[dict[str, Any]]) -> bool:
+        """Adds rows that have one metric, the same, as scores do; False for others.
+
+        Which takes two thirds of the time.
+        """
+        keys = rows[0].keys() if rows else ()
+        if len(keys) != 2 or any(row.keys() != keys for row in rows):
+            return False
+        names = [STEP, *(name for name in keys if name != STEP)]
+        try:
+            lists = [[row[name] for row in rows] for name in names]
+            if any(not set(map(type, values)) <= {int, float} for values in lists):
+                return False
+            numbers = np.array(lists, np.float64)
+        except (KeyError, OverflowError):  # No step, or a number beyond any float.
+            return False
+        numbers = numbers[:, np.isfinite(numbers).all(0)]
+        column = self._column(names[1]) if numbers.size else None
+        if column is not None:
+            for part, values in zip(column, numbers):
+                part.frombytes(values.tobytes())
+            self._points += numbers.shape[1]
+        return True
+
+    def _column(self, name: str) -> tuple[array.array, array.array] | None:
+        """Returns the column of a name; None for a new one if there are too many."""
+        column = self._columns.get(name)
+        if column is None and len(self._columns) < MOST_NAMES:
+            column = self._columns[name] = (array.array("d"), array.array("d"))
+        return column
+
     def _add(self, row: dict[str, Any]) -> None:
         step = _finite(row.get(STEP))
         if step is None:
             return
-        columns = self._columns
         for name, value in row.items():
             number = None if name == STEP else _finite(value)
-            if number is None:
+            column = self._column(name) if number is not None else None
+            if number is None or column is None:
                 continue
-            column = columns.get(name)
-            if column is None:
-                if len(columns) >= MOST_NAMES:
-                    continue
-                column = columns[name] = (array.array("d"), array.array("d"))
             column[0].append(step)
             column[1].append(number)
             self._points += 1
