@@ -272,7 +272,7 @@ class BatchServer(Server):
             return
         kind = method.batching.route(message.spec, message.rows)
         source, start, reply_memory = self._memory(session, message)
-        arrays = structures.payload_arrays(message.spec, source, start)
+        arrays = message.spec.views(source, start)
         call = CachedCall(method, kind, message.rows, arrays, reply_memory)
         self._take_in(session, message.seq, call)
         if message.flags & wire.IN_MEMORY and not message.open:
