@@ -19,7 +19,7 @@ from embodied.run.console import SAVING, show_messages, stop_on_signals
 from embodied.run.parallel import agent, env, replay, wiring
 from embodied.run.parallel import logger as loggers
 from embodied.run.parallel.env_usage import report_env_usage
-from embodied.run.parallel.stopping import StopTimeout, StopWatch
+from embodied.run.parallel.stopping import StopDeadline, StopTimeout
 from embodied.run.settings import RunSettings
 from embodied.workers import (
     Process,
@@ -261,7 +261,7 @@ def _bounded_stop(
         late.set()
         done.set()
 
-    with StopWatch(stop, settings.logdir, seconds, give_up):
+    with StopDeadline(stop, settings.logdir, seconds, give_up):
         yield
     if late.is_set():
         raise StopTimeout.after(seconds, settings.logdir, "the agent")
