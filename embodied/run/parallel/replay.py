@@ -1,7 +1,7 @@
 """The replay role: stores transitions and samples batches. Replay process.
 
 Threads of the server: one stores, one samples for training, one for reports, one
-refreshes latents, and one saves and tells statistics.
+refreshes latents, and one saves. The thread that serves tells statistics.
 """
 
 from __future__ import annotations
