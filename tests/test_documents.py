@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -90,6 +91,40 @@ def test_files_and_modules_that_are_named_exist(name):
             ):
                 missing.append(module)
     assert missing == []
+
+
+def defined_names(path):
+    """Every class, function and constant of a module, methods with their class."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {x.id for x in targets if isinstance(x, ast.Name)}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                inner = [x for x in node.body if isinstance(x, ast.FunctionDef)]
+                found |= {f"{node.name}.{x.name}" for x in inner}
+    return found
+
+
+def named_places():
+    """What the architecture says is in which module."""
+    text = prose(ROOT / "docs/architecture.md")
+    for path, name in re.findall(r"`([\w/]+\.py):([\w.]+)`", text):
+        yield (path if path.startswith("dreamerv3") else f"embodied/{path}"), name
+    for line in text.splitlines():
+        for names, path in re.findall(
+            r"((?:`[\w.]+`(?:, | and | or )?)+) (?:in|of) `([\w/]+\.py)`", line
+        ):
+            for name in CODE.findall(names):
+                if "." not in name or name[0].isupper():
+                    yield path, name
+
+
+@pytest.mark.parametrize(("path", "name"), sorted(set(named_places())))
+def test_the_architecture_names_what_is_there(path, name):
+    assert name in defined_names(ROOT / path)
 
 
 @pytest.mark.parametrize("name", NAMES)

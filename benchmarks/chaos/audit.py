@@ -22,6 +22,7 @@ from benchmarks.chaos.numbered_env import episode_length, reward_of
 REPLAYS = ("replay", "replay_eval")
 KEPT = 3  # Checkpoints that a run keeps by default.
 IN_FLIGHT = 16  # Steps of an environment on their way when a save begins.
+STALE = 5.0  # Seconds after the last step of a life; none is on its way any more.
 EXPLAIN = frozenset(("agent", "replay", "launcher", "end"))
 
 
@@ -242,8 +243,8 @@ def _causes(
     """Returns which window explains each missing step, or -1."""
     causes = np.full(len(missing), -1)
     for number, window in enumerate(windows):
-        if not window.loses_transitions:
-            continue
+        if not window.loses_transitions or times[-1] < window.begin - STALE:
+            continue  # Or the environment had ended long before.
         begin = np.searchsorted(times, window.begin) - IN_FLIGHT
         end = np.searchsorted(times, window.end) + sequence
         causes[(causes < 0) & (missing >= begin) & (missing < end)] = number

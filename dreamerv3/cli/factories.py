@@ -130,7 +130,9 @@ class EnvFactory:
             )
         if envs is None:
             return None
-        return wrappers.FitBatch(envs, image_size(config, envs.obs_space))
+        return wrappers.FitBatch(
+            envs, image_size(config, envs.obs_space), nonfinite="pass"
+        )
 
 
 def _wrapped(config: elements.Config, env: Env) -> Env:

@@ -279,7 +279,7 @@ class BatchServer(Server):
             return
         kind = method.batching.route(message.spec, message.rows)
         source, start, reply_memory = self._memory(session, message)
-        arrays = structures.payload_arrays(message.spec, source, start)
+        arrays = message.spec.views(source, start)
         call = CachedCall(
             *(method, kind, message.rows, arrays, reply_memory, message.spec.nbytes)
         )

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from embodied.rpc import wire
-from embodied.rpc.structures import Spec, WireError, payload_arrays
+from embodied.rpc.structures import Spec, WireError
 
 AVAILABLE = hasattr(os, "memfd_create")
 THRESHOLD = 4096  # Bytes of arrays from which memory is faster than the frame.
@@ -140,7 +140,7 @@ class Block:
         """Copies the arguments of a call to where they belong."""
         if (spec, rows) != self._use:  # It mostly has the same use again.
             self._use = (spec, rows)
-            self._arrays = payload_arrays(spec, self.pages)
+            self._arrays = spec.views(self.pages)
             frame = wire.encode(
                 wire.CALL, 0, spec, [], rows, self.number, in_memory=True
             )
@@ -163,14 +163,18 @@ class Arena:
         self._total = 0
         self._count = 0
         self._spare: dict[int, deque[Block]] = {}
-        self._lock = threading.Lock()  # Guards the three above.
+        self._lock = threading.Lock()  # Held to make blocks.
 
     def allocate(self, size: int) -> Block | None:
         """Returns a block, of `structures.block_bytes`; None if memory is short."""
+        try:
+            return self._spare[size].pop()  # The last one: it is still in the caches.
+        except (KeyError, IndexError):
+            return self._make(size)
+
+    def _make(self, size: int) -> Block | None:
         with self._lock:
             spare = self._spare.setdefault(size, deque())
-            if spare:
-                return spare.pop()  # The last one: it is still in the caches.
             if self._total + size > MAX_OWN:
                 return None
             try:
@@ -249,7 +253,7 @@ class BatchBuffer:
         self._spec = spec
         self._spare = spare
         self._memory = bytearray(max(spec.nbytes, 1))
-        self._columns = payload_arrays(spec, self._memory)
+        self._columns = spec.views(self._memory)
         self._targets: dict[tuple[int, int], list[np.ndarray]] = {}
 
     def put(self, start: int, stop: int, arrays: list[np.ndarray]) -> None:
@@ -264,10 +268,5 @@ class BatchBuffer:
 
     def build(self, rows: int) -> Any:
         """Hands out the first rows of all columns, as data; once for each batch."""
-        memory = lease(self._memory, self, self._spare)
-        return self._spec.combine(
-            [
-                np.ndarray((rows, *leaf.shape[1:]), leaf.dtype, memory, leaf.offset)
-                for leaf in self._spec.leaves
-            ]
-        )
+        columns = self._spec.views(lease(self._memory, self, self._spare))
+        return self._spec.combine([column[:rows] for column in columns])

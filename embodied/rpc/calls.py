@@ -168,10 +168,12 @@ class Future:
 
     def release(self) -> None:
         """Gives its memory back, when the server is done with it."""
-        for block in (self.request, self.reply):
-            if block is not None:
-                block.free()
-        self.request = self.reply = None
+        if self.request is not None:
+            self.request.free()
+            self.request = None
+        if self.reply is not None:
+            self.reply.free()
+            self.reply = None
 
 
 class Statistics:

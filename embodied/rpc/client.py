@@ -13,62 +13,25 @@ import threading
 import time
 from typing import Any
 
-from embodied.rpc import auth, buffers, links, structures, wire
+from embodied.rpc import auth, buffers, links, wire
 from embodied.rpc.calls import Disconnected, Future, RemoteError
 from embodied.rpc.connection import Connection
+from embodied.rpc.links import Link
 from embodied.rpc.sessions import CLIENT_BYTES, MAX_INFLIGHT, make_hello
 
 __all__ = ["Client", "Disconnected", "RemoteError"]
 
 
-class Client(Connection):
-    """Calls a server's methods.
+class Caller(Connection):
+    """A client's calls.
 
-        client = Client('localhost:1234')
-        future = client.add(1, 2)
-        print(future.result())
-        client.close()
-
-    `close`, or the end of a `with` block, is the only way to end it: until then its
-    background thread keeps it alive.
-
-    Args:
-      addr: HOST:PORT or a port of this machine.
-      name: shown by the server.
-      maxinflight: open calls; one more waits until a reply has come.
-      autoconn: reconnect and send open calls again. Those that were sent to a server
-        that was restarted meanwhile fail, since it is not known whether they were
-        applied. Without it, all fail.
-      keys: default: the keys of this user on this machine.
-      insecure: no keys, for a server without keys.
-      slots: env slots whose rows the server's batches can wait for.
-      group: which batches those rows belong to.
-      info: plain values for the server's owner.
-      link: 'local' for a socket and shared memory of this host, 'remote' for ZeroMQ,
-        'auto' for the first of them that works.
+    `Client` is apart from it because Python looks up the attributes of a class that
+    has `__getattr__` far more slowly. The arguments are those of `Connection`.
     """
 
-    def __init__(
-        self,
-        addr: str | int,
-        name: str = "Client",
-        maxinflight: int = 16,
-        autoconn: bool = True,
-        *,
-        keys: auth.Keys | None = None,
-        insecure: bool = False,
-        slots: int = 0,
-        group: Any = None,
-        info: Any = None,
-        link: str = "auto",
-    ):
-        if not 1 <= maxinflight <= MAX_INFLIGHT:
-            raise ValueError(f"maxinflight must be 1..{MAX_INFLIGHT}: {maxinflight}")
-        keys = None if insecure else keys or auth.Keys.default()
-        identity = secrets.token_bytes(CLIENT_BYTES)
-        hello = make_hello(identity, name, maxinflight, slots, group, info)
-        super().__init__(addr, hello, keys, link, autoconn)
-        self.maxinflight = maxinflight
+    def __init__(self, addr: str | int, hello: dict[str, Any], *args: Any):
+        super().__init__(addr, hello, *args)
+        self.maxinflight: int = hello["max_inflight"]
         self._reply_bytes: dict[str, int] = {}  # Room for large replies, by method.
         # The lock of the connection guards the calls and their numbers.
         self._calls: dict[int, Future] = {}
@@ -78,13 +41,6 @@ class Client(Connection):
         self._latencies = self._statistics.latencies
         self.attend = self._turn.attend  # Of `Receiver`.
         self._thread.start()
-
-    def __getattr__(self, method: str) -> Any:
-        if method.startswith("_"):
-            raise AttributeError(method)
-        # Kept as an attribute, so that the next call finds it without coming here.
-        caller = self.__dict__[method] = functools.partial(self.call, method)
-        return caller
 
     @property
     def connected(self) -> bool:
@@ -185,12 +141,6 @@ class Client(Connection):
             self._thread.join()
         self._arena.close()
 
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     # The calling threads.
 
     def _wait_for_room(self, call: Future) -> None:
@@ -212,13 +162,19 @@ class Client(Connection):
         if link is None:
             return  # It has just ended; the next one gets all open calls.
         call.sent = True
-        for block in (call.request, call.reply):
-            if block is not None and block.shared is not link:
-                if isinstance(link, links.LocalLink):
-                    link.share(block)
-                else:
-                    self._put_into_frame(call)
+        request, reply = call.request, call.reply
+        if request is not None and request.shared is not link:
+            self._pass_memory(call, request, link)
+        if reply is not None and reply.shared is not link:
+            self._pass_memory(call, reply, link)
         link.send(call.frame)
+
+    def _pass_memory(self, call: Future, block: buffers.Block, link: Link) -> None:
+        """Lets the server have a block, or else all that is in it."""
+        if isinstance(link, links.LocalLink):
+            link.share(block)
+        else:
+            self._put_into_frame(call)
 
     def _put_into_frame(self, call: Future) -> None:
         """Encodes a call anew for a link that cannot pass memory."""
@@ -226,7 +182,7 @@ class Client(Connection):
         source, start = old.frame, old.start
         if call.request is not None:
             source, start = call.request.pages, 0
-        arrays = structures.payload_arrays(old.spec, source, start)
+        arrays = old.spec.views(source, start)
         call.frame = wire.encode(
             wire.CALL, old.seq, old.spec, arrays, old.rows, open=old.open
         )
@@ -242,19 +198,20 @@ class Client(Connection):
     # Any thread that receives.
 
     def _answer(self, message: wire.Message) -> None:
+        # Faster than by their names.
+        kind, flags, _, seq, spec, _, _, _, source, start = message
         with self._lock:
-            call = self._calls.pop(message.seq, None)
+            call = self._calls.pop(seq, None)
             if call is None:
                 return  # The answer to a call that was sent twice.
             if self._waiting:
                 self._changed.notify()
-        spec, source, start = message.spec, message.frame, message.start
         self._counts["replies"] += 1
         self._counts["received_bytes"] += spec.nbytes
         self._latencies.append(time.perf_counter() - call.started)
         if spec.nbytes >= buffers.THRESHOLD:
             self._reply_bytes[call.method] = spec.room
-        if message.flags & wire.IN_MEMORY:
+        if flags & wire.IN_MEMORY:
             # It is kept until the last array of the reply is gone.
             block, call.reply = call.reply, None
             if block is None or block.size < spec.nbytes:
@@ -263,7 +220,7 @@ class Client(Connection):
             source, start = block.leased(), 0
         call.release()
         (tree,) = spec.build(source, start)
-        if message.kind == wire.REPLY:
+        if kind == wire.REPLY:
             call.set_result(tree)
         else:
             self._counts["errors"] += 1
@@ -290,3 +247,95 @@ class Client(Connection):
             else:
                 self._transmit(call)
         return failed
+
+
+class Client:
+    """Calls a server's methods.
+
+        client = Client('localhost:1234')
+        future = client.add(1, 2)
+        print(future.result())
+        client.close()
+
+    `close`, or the end of a `with` block, is the only way to end it: until then its
+    background thread keeps it alive.
+
+    Args:
+      addr: HOST:PORT or a port of this machine.
+      name: shown by the server.
+      maxinflight: open calls; one more waits until a reply has come.
+      autoconn: reconnect and send open calls again. Those that were sent to a server
+        that was restarted meanwhile fail, since it is not known whether they were
+        applied. Without it, all fail.
+      keys: default: the keys of this user on this machine.
+      insecure: no keys, for a server without keys.
+      slots: env slots whose rows the server's batches can wait for.
+      group: which batches those rows belong to.
+      info: plain values for the server's owner.
+      link: 'local' for a socket and shared memory of this host, 'remote' for ZeroMQ,
+        'auto' for the first of them that works.
+    """
+
+    CALLER = Caller
+
+    def __init__(
+        self,
+        addr: str | int,
+        name: str = "Client",
+        maxinflight: int = 16,
+        autoconn: bool = True,
+        *,
+        keys: auth.Keys | None = None,
+        insecure: bool = False,
+        slots: int = 0,
+        group: Any = None,
+        info: Any = None,
+        link: str = "auto",
+    ):
+        if not 1 <= maxinflight <= MAX_INFLIGHT:
+            raise ValueError(f"maxinflight must be 1..{MAX_INFLIGHT}: {maxinflight}")
+        keys = None if insecure else keys or auth.Keys.default()
+        identity = secrets.token_bytes(CLIENT_BYTES)
+        hello = make_hello(identity, name, maxinflight, slots, group, info)
+        self._caller = self.CALLER(addr, hello, keys, link, autoconn)
+        self.name = name
+        self.addr = self._caller.addr
+        self.maxinflight = maxinflight
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        caller = functools.partial(self._caller.call, method)
+        setattr(self, method, caller)  # The next call finds it without coming here.
+        return caller
+
+    @property
+    def connected(self) -> bool:
+        """True while the server knows this client."""
+        return self._caller.connected
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Waits until the server is there; see `Caller.connect`."""
+        self._caller.connect(timeout)
+
+    def call(self, method: str, *args: Any, rows: int = 0) -> Future:
+        """Calls a method, also one with a name like those here; see `Caller.call`."""
+        return self._caller.call(method, *args, rows=rows)
+
+    def stats(self) -> dict[str, float]:
+        """Counts since the last call, open calls, and latencies in seconds."""
+        return self._caller.stats()
+
+    def totals(self) -> dict[str, float]:
+        """Like `stats`, with counts since the start; the next `stats` is as without."""
+        return self._caller.totals()
+
+    def close(self) -> None:
+        """Leaves the server, and fails open calls with Disconnected."""
+        self._caller.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -35,7 +35,7 @@ import numpy as np
 
 from embodied.rpc import auth, wire
 from embodied.rpc.batching import BatchServer
-from embodied.rpc.client import Client
+from embodied.rpc.client import Caller, Client
 from embodied.rpc.links import MESSAGE_SLACK, Link, LinkEnded, OnFrame
 from embodied.rpc.server import Server, make_welcome
 from embodied.rpc.sessions import CLIENT_BYTES, MAX_INFLIGHT, make_hello
@@ -69,16 +69,8 @@ def import_portal() -> Any:
         ) from error
 
 
-class PortalClient(Client):
-    """A `Client` that speaks portal's protocol; takes the same arguments.
-
-    `keys`, `insecure`, `slots`, `group`, `info` and `link` have no meaning for portal.
-    """
-
-    def __init__(self, addr: str | int, *args: Any, **kwargs: Any):
-        import_portal()
-        kwargs |= {"keys": None, "insecure": True, "link": "remote"}
-        super().__init__(addr, *args, **kwargs)
+class PortalCaller(Caller):
+    """The calls of a `PortalClient`."""
 
     def _open_link(self) -> Link | None:
         link = ConnectLink(self.addr, self.name)
@@ -86,6 +78,20 @@ class PortalClient(Client):
             return link
         link.close()
         return None
+
+
+class PortalClient(Client):
+    """A `Client` that speaks portal's protocol; takes the same arguments.
+
+    `keys`, `insecure`, `slots`, `group`, `info` and `link` have no meaning for portal.
+    """
+
+    CALLER = PortalCaller
+
+    def __init__(self, addr: str | int, *args: Any, **kwargs: Any):
+        import_portal()
+        kwargs |= {"keys": None, "insecure": True, "link": "remote"}
+        super().__init__(addr, *args, **kwargs)
 
 
 class ConnectLink(Link):

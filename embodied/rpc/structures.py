@@ -9,6 +9,7 @@ dtypes (an allow-list) and shapes.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ MAX_DEPTH = 16
 MAX_ARRAY_BYTES = 1 << 48
 ALIGN = 64
 
+_ARRAY_OF: Any = np.ndarray
 _ARRAY, _TUPLE = 1, 2  # Extension types of msgpack.
 _BASES: tuple[Any, ...] = (dict, list, int, float, str, bytes)
 _PLAIN_TYPES = {type(None), bool, int, float, str, bytes}
@@ -92,6 +94,9 @@ class Spec:
             if len(self.leaves) > MAX_ARRAYS:
                 raise WireError(f"there are more than {MAX_ARRAYS} arrays")
         self.room = block_bytes(self.nbytes)
+        self._dtypes = [leaf.dtype for leaf in self.leaves]
+        self._shapes = [leaf.shape for leaf in self.leaves]
+        self._offsets: tuple[int, list[int]] = (-1, [])  # From a start on.
         # Of the commonest data, one dict of arrays, which is quick to put together.
         self._names: list[str] | None = None
         match tree:
@@ -100,13 +105,22 @@ class Spec:
 
     def build(self, buffer: Any, start: int = 0) -> list:
         """Returns the data, its arrays as views of a payload, which they keep alive."""
-        arrays = [
-            np.ndarray(shape, dtype, buffer, start + offset if nbytes else 0)
-            for dtype, shape, offset, nbytes in self.leaves
-        ]
-        if self._names is not None:
-            return [dict(zip(self._names, arrays))]
-        return self.combine(arrays)
+        return self.combine(self.views(buffer, start))
+
+    def views(self, buffer: Any, start: int = 0) -> list[np.ndarray]:
+        """Returns the arrays of a payload as views of a buffer.
+
+        Args:
+          buffer: which they keep alive.
+          start: first byte of the payload.
+        """
+        before, offsets = self._offsets
+        if start != before:  # It mostly is the same.
+            offsets = [start + x.offset if x.nbytes else 0 for x in self.leaves]
+            self._offsets = start, offsets
+        # A loop in C: this runs for every call.
+        buffers = itertools.repeat(buffer)
+        return list(map(_ARRAY_OF, self._shapes, self._dtypes, buffers, offsets))
 
     def combine(self, arrays: list[np.ndarray]) -> list:
         """Returns the data with these arrays."""
@@ -162,14 +176,6 @@ def map_arrays(function: Callable[[ArrayType], Any], tree: Any) -> Any:
     if kind is list or kind is tuple:
         return kind(map_arrays(function, child) for child in tree)
     return tree
-
-
-def payload_arrays(spec: Spec, buffer: Any, start: int = 0) -> list[np.ndarray]:
-    """Returns the arrays of a payload as views of `buffer`, which they keep alive."""
-    return [
-        np.ndarray(shape, dtype, buffer, start + offset if nbytes else 0)
-        for dtype, shape, offset, nbytes in spec.leaves
-    ]
 
 
 def block_bytes(nbytes: int) -> int:

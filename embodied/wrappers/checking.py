@@ -117,11 +117,11 @@ class CheckSpaces(Wrapper):
         self._obs_space = obs_space
         self._act_space = act_space
         self._obs_checks = {
-            key: _Check("observation", key, space, env, nonfinite == "pass")
+            key: ValueCheck("observation", key, space, env, nonfinite == "pass")
             for key, space in obs_space.items()
         }
         self._act_checks = {
-            key: _Check("action", key, space, env, passes=False)
+            key: ValueCheck("action", key, space, env, passes=False)
             for key, space in act_space.items()
         }
 
@@ -138,47 +138,64 @@ class CheckSpaces(Wrapper):
     def step(self, action: Step) -> Step:
         """Checks the action, steps, and checks the observation."""
         if "reset" not in action or not action["reset"]:
-            self._check_keys("action", action, self._act_space)
+            check_keys("action", action, self._act_space, self)
             action = {
                 key: check(action[key]) for key, check in self._act_checks.items()
             }
         obs = self.env.step(action)
-        self._check_keys("observation", obs, self._obs_space)
+        check_keys("observation", obs, self._obs_space, self)
         return {key: check(obs[key]) for key, check in self._obs_checks.items()}
 
-    def _check_keys(self, kind: str, values: Any, spaces: Spaces) -> None:
-        if isinstance(values, dict) and values.keys() == spaces.keys():
-            return
-        if not isinstance(values, dict):
-            raise SpaceError(
-                f"Env {env_name(self)}: expected a dict of arrays as {kind}, got "
-                f"{type(values).__name__}."
-            )
-        missing = sorted(spaces.keys() - values.keys())
-        extra = sorted(values.keys() - spaces.keys())
-        if missing:
-            raise SpaceError.of(
-                kind,
-                missing[0],
-                self,
-                spaces[missing[0]],
-                f"no such key among {sorted(values)}",
-                f"Every {kind} must hold all declared keys.",
-            )
+
+def check_keys(kind: str, values: Any, spaces: Spaces, env: Any) -> None:
+    """Raises SpaceError if a step has other keys than are declared.
+
+    Args:
+      kind: 'observation' or 'action'.
+      values: the step.
+      spaces: that are declared.
+      env: for the message.
+    """
+    if isinstance(values, dict) and values.keys() == spaces.keys():
+        return
+    if not isinstance(values, dict):
+        raise SpaceError(
+            f"Env {env_name(env)}: expected a dict of arrays as {kind}, got "
+            f"{type(values).__name__}."
+        )
+    missing = sorted(spaces.keys() - values.keys())
+    extra = sorted(values.keys() - spaces.keys())
+    if missing:
         raise SpaceError.of(
             kind,
-            extra[0],
-            self,
-            f"only the declared keys {sorted(spaces)}",
-            values[extra[0]],
-            "Declare its space or leave it out.",
+            missing[0],
+            env,
+            spaces[missing[0]],
+            f"no such key among {sorted(values)}",
+            f"Every {kind} must hold all declared keys.",
         )
+    raise SpaceError.of(
+        kind,
+        extra[0],
+        env,
+        f"only the declared keys {sorted(spaces)}",
+        values[extra[0]],
+        "Declare its space or leave it out.",
+    )
 
 
-class _Check:
-    """Checks the values of one key, with limits that are computed only once."""
+class ValueCheck:
+    """Checks the values of one key, with limits that are computed only once.
 
-    def __init__(self, kind: str, key: str, space: Space, env: Env, passes: bool):
+    Args:
+      kind: 'observation' or 'action'.
+      key: of the values.
+      space: of one value, or of a batch of them.
+      env: for messages.
+      passes: whether NaN and infinity may be.
+    """
+
+    def __init__(self, kind: str, key: str, space: Space, env: Any, passes: bool):
         self._kind = kind
         self._key = key
         self._space = space
@@ -202,6 +219,7 @@ class _Check:
         self._scalar_bounds = self._low.min().item(), self._high.max().item()
 
     def __call__(self, value: Any) -> Array:
+        """Returns the value as an array or a scalar of NumPy, or raises SpaceError."""
         if type(value) is self._scalar:
             low, high = self._scalar_bounds
             if low <= value.item() <= high:

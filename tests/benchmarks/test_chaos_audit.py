@@ -7,7 +7,7 @@ import pytest
 from chaos_testing import ENV, LIFE, TAG, Logdir, transitions
 
 from benchmarks.chaos import audit, reader
-from benchmarks.chaos.audit import IN_FLIGHT, Window
+from benchmarks.chaos.audit import IN_FLIGHT, STALE, Window
 from benchmarks.chaos.numbered_env import TRACES, Numbered, pack, unpack
 
 
@@ -192,6 +192,13 @@ class TestLosses:
         losses = self.account([7, 8, 499], excused=[(LIFE, 7), (LIFE, 8)])
         assert losses.unexplained == []
         assert losses.by_kind == {"damaged_file": 2, "last_of_life": 1}
+
+    def test_a_life_that_was_over_is_not_harmed_by_a_later_fault(self):
+        end = self.times[-1]
+        for later, kind in ((STALE - 1, "end"), (STALE + 1, "last_of_life")):
+            begin = end + later
+            window = Window("end", begin, begin + 1, begin + 2, ("replay",))
+            assert self.account([499], [window]).by_kind == {kind: 1}
 
     def test_a_transition_that_nobody_made(self):
         losses = audit.account(

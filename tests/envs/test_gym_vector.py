@@ -10,6 +10,7 @@ from dreamerv3.cli.config import load_config, read_config
 from dreamerv3.cli.factories import EnvFactory, make_env
 from dreamerv3.main import main
 from embodied import Space
+from embodied.base import BatchEnv
 from embodied.envs import env_seed
 from embodied.envs.from_gym import FromGym
 from embodied.envs.gym_vector import OneOfBatch, VectorGym, make_vector
@@ -128,8 +129,70 @@ def test_values_that_do_not_fit_are_refused():
     env = Count(2)
     batch = FitBatch(VectorGym(env, env.reset))
     env.shift = 7
-    with pytest.raises(SpaceError, match=r"'count'.*expected 2 times Space\(int32"):
+    with pytest.raises(SpaceError, match=r"'count'.*expected Space\(int32, .*\(2,\)"):
         batch.step({"reset": np.ones(2, bool), "action": np.zeros((2, 2), np.int32)})
+
+
+class Rows(BatchEnv):
+    """Returns what a test puts into it."""
+
+    obs_space = {  # noqa: RUF012
+        "speed": Space(np.float64, (2,), -1, 1),
+        "count": Space(np.int64, (), 0, 5),
+    }
+    act_space = {"reset": Space(bool)}  # noqa: RUF012
+
+    def __init__(self):
+        self.speed = np.zeros((3, 2))
+        self.count = np.arange(3)
+
+    def __len__(self):
+        return 3
+
+    def step(self, actions):
+        return {"speed": self.speed, "count": self.count}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"speed": np.full((3, 2), 1.5)}, "'speed'.*Keep it within the bounds"),
+        ({"speed": np.full((3, 2), np.nan)}, "'speed'.*Values must be finite"),
+        ({"speed": np.zeros((3, 3))}, r"'speed'.*Give it the shape \(3, 2\)"),
+        ({"count": np.array([0, 1, 5])}, "'count'.*Keep it within the bounds"),
+        ({"count": np.array([0, 1, 2.5])}, "'count'.*Convert it to int32"),
+        ({"count": np.array([0, 1, 1 << 40])}, "'count'.*Convert it to int32"),
+    ],
+)
+def test_rows_are_checked_as_single_observations_are(change, message):
+    env = Rows()
+    batch, reset = FitBatch(env), {"reset": np.zeros(3, bool)}
+    found = batch.step(reset)
+    assert found["speed"].dtype == np.float32
+    assert found["count"].dtype == np.int32
+    vars(env).update(change)
+    with pytest.raises(SpaceError, match=message):
+        batch.step(reset)
+
+
+def test_markers_of_missing_values_and_passed_ones_pass():
+    env = Rows()
+    env.speed[0], env.count[0] = -np.inf, -1
+    FitBatch(env).step({"reset": np.zeros(3, bool)})
+    env.speed[0] = np.nan
+    FitBatch(env, nonfinite="pass").step({"reset": np.zeros(3, bool)})
+
+
+@pytest.mark.parametrize("key", ["speed", "more"])
+def test_keys_are_those_that_are_declared(key, monkeypatch):
+    env = Rows()
+    obs = env.step({})
+    obs.pop(key, None) if key == "speed" else obs.update(more=np.zeros(3))
+    monkeypatch.setattr(env, "step", lambda actions: obs)
+    with pytest.raises(SpaceError, match=f"'{key}'"):
+        FitBatch(env).step({"reset": np.zeros(3, bool)})
+    with pytest.raises(SpaceError, match="'reset'"):
+        FitBatch(env).step({})
 
 
 def test_other_ways_to_reset_are_refused():

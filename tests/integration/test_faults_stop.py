@@ -10,7 +10,7 @@ import pytest
 from fault_testing import Run, check_replay, manifests
 from parallel_testing import wait_until
 
-from embodied.run.parallel.stopping import StopWatch
+from embodied.run.parallel.stopping import StopDeadline
 
 SECONDS = 2.0  # Of `run.stop_timeout`.
 GRACE = 10.0  # For roles that do not answer to SIGTERM.
@@ -51,11 +51,11 @@ class TestHungRole:
             check_replay(tmp_path)
 
 
-class TestStopWatch:
+class TestStopDeadline:
     def test_whatever_is_written_or_trained_is_progress(self, tmp_path):
         stop, late = threading.Event(), threading.Event()
         (tmp_path / "replay").mkdir()
-        with StopWatch(stop, tmp_path, 0.5, late.set) as watch:
+        with StopDeadline(stop, tmp_path, 0.5, late.set) as watch:
             assert not late.wait(0.7), "nobody has asked it to stop"
             stop.set()
             with (tmp_path / "replay" / "chunk").open("wb", buffering=0) as file:
@@ -69,6 +69,6 @@ class TestStopWatch:
 
     def test_an_end_in_time_is_no_failure(self, tmp_path):
         stop, late = threading.Event(), threading.Event()
-        with StopWatch(stop, tmp_path, 0.2, late.set):
+        with StopDeadline(stop, tmp_path, 0.2, late.set):
             stop.set()
         assert not late.wait(0.5)

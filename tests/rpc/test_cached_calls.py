@@ -64,7 +64,7 @@ class TestCachedCalls:
             for value in range(5):
                 call = client.act(observation(value))
                 assert call.result(WAIT)["mean"] == value
-                assert client._link.send(call.frame)
+                assert client._caller._link.send(call.frame)
             assert client.act(observation(9)).result(WAIT)["mean"] == 9
         assert batch_server.rows == [0, 1, 2, 3, 4, 9]
 
@@ -76,7 +76,7 @@ class TestCachedCalls:
                 assert np.array_equal(client.loose(data).result(WAIT)["x"], data["x"])
                 (session,) = batch_server.sessions
                 assert 0 < len(session.link.cached) <= batching.MAX_CACHED
-            client._link.abort()
+            client._caller._link.abort()
             assert client.act(observation(3)).result(WAIT)["mean"] == 3
             wait_for(lambda: len(session.link.cached) == 1)
 

@@ -139,7 +139,7 @@ class Cutter:
 
     def cut(self):
         for client in self.clients:
-            link = client._link
+            link = client._caller._link
             if link is not None:
                 link.abort()
 
@@ -317,12 +317,12 @@ def test_a_client_that_comes_back_by_another_link_continues_its_session(monkeypa
         (session,) = server.sessions
         before = session.link
         monkeypatch.setattr("embodied.rpc.links.LOCAL_AVAILABLE", False)
-        client._link.abort()
+        client._caller._link.abort()
         deadline = time.monotonic() + 30
         while not client.connected or session.link in (None, before):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert isinstance(client._link, zmq_links.DealerLink)
+        assert isinstance(client._caller._link, zmq_links.DealerLink)
         gate.set()
         for x, future in zip((2, 3), futures):
             assert np.all(future.result(30) == x + 1)

@@ -62,7 +62,7 @@ def wait_for(condition, seconds=WAIT):
 
 def kind(client):
     client.connect(WAIT)
-    return type(client._link)
+    return type(client._caller._link)
 
 
 class TestChoice:
@@ -94,13 +94,15 @@ class TestChoice:
             assert kind(client) is LocalLink
             with monkeypatch.context() as patch:
                 patch.setattr(links, "LOCAL_AVAILABLE", False)
-                client._link.abort()
+                client._caller._link.abort()
                 assert client.note(1).result(WAIT) == 1
                 assert kind(client) is DealerLink
             session = next(iter(server.sessions))
-            client._link._socket._socket.disconnect(f"tcp://{server.addr}")
-            client._link._socket._socket.connect(f"tcp://{server.addr}")
-            wait_for(lambda: isinstance(client._link, LocalLink) and client.connected)
+            client._caller._link._socket._socket.disconnect(f"tcp://{server.addr}")
+            client._caller._link._socket._socket.connect(f"tcp://{server.addr}")
+            wait_for(
+                lambda: isinstance(client._caller._link, LocalLink) and client.connected
+            )
             assert client.note(2).result(WAIT) == 2
             assert next(iter(server.sessions)) is session
         assert server.seen == [1, 2]
@@ -302,7 +304,7 @@ class TestFrames:
             server._wakeup.set()
             assert deaf.wait(WAIT)  # The loop hears nothing now.
             futures = [client.note(bytes([i]) * 50_000) for i in range(100)]
-            assert client._link._backlog
+            assert client._caller._link._backlog
             assert not futures[-1].wait(0.1)
             del server._poller.wait
             for i, future in enumerate(futures):
@@ -400,7 +402,7 @@ class TestConnections:
         with Client(server.addr, keys=KEYS) as client:
             for number in range(5):
                 assert client.note(number).result(WAIT) == number
-                client._link.abort()
+                client._caller._link.abort()
                 wait_for(lambda: client.stats()["reconnects"])
             assert kind(client) is LocalLink
         assert server.seen == list(range(5))
@@ -408,7 +410,7 @@ class TestConnections:
     def test_a_reader_that_stands_still_does_not_block_the_server(self, server):
         with Client(server.addr, keys=KEYS, maxinflight=200) as client:
             client.connect(WAIT)
-            with client._lock:  # Its own threads cannot handle answers now.
+            with client._caller._lock:  # Its own threads cannot handle answers now.
                 blocked = threading.Thread(
                     target=lambda: [client.note(b"x" * 50_000) for _ in range(100)]
                 )

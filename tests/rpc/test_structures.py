@@ -45,9 +45,7 @@ class TestRoundTrips:
     def test_arrays_are_aligned_views_of_the_frame(self, array):
         frame = encode([np.zeros(1, np.uint8), array])
         message = Codec().decode(frame)
-        _, result = structures.payload_arrays(
-            message.spec, message.frame, message.start
-        )
+        _, result = message.spec.views(message.frame, message.start)
         leaf = message.spec.leaves[1]
         assert (message.start + leaf.offset) % structures.ALIGN == 0
         if result.nbytes:

@@ -77,7 +77,7 @@ def test_callbacks_come_without_anybody_waiting(client, eager_switches):
 def test_nobody_spins_after_an_interrupt(client):
     """A wake-up that nobody waited for is taken back, not seen for ever."""
     client.echo(1).result(10)
-    client._turn.interrupt()
+    client._caller._turn.interrupt()
     started = sum(psutil.Process().cpu_times()[:2])
     time.sleep(1)
     assert sum(psutil.Process().cpu_times()[:2]) - started < 0.3
@@ -148,13 +148,13 @@ def test_waiting_for_one_call_after_another_wakes_nobody(client, monkeypatch):
     for number in range(100):
         assert client.echo(number).result(10) == number
     wakes = []
-    wait = client._turn.background
+    wait = client._caller._turn.background
 
     def background(timeout):
         wakes.append(timeout)
         return wait(timeout)
 
-    monkeypatch.setattr(client._turn, "background", background)
+    monkeypatch.setattr(client._caller._turn, "background", background)
     for number in range(100):
         assert client.echo(number).result(10) == number
     assert len(wakes) < 10  # Heartbeats, on a busy machine.

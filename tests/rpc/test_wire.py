@@ -32,7 +32,7 @@ def test_arrays_that_are_elsewhere():
     message = Codec().decode(frame)
     assert message.flags & wire.IN_MEMORY
     assert (message.request, message.reply, message.open) == (5, 0, (3, 4))
-    (result,) = structures.payload_arrays(message.spec, array.tobytes())
+    (result,) = message.spec.views(array.tobytes())
     assert same(result, array)
 
 

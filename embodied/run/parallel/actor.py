@@ -105,8 +105,8 @@ class Actor:
         self._broken: dict[int, int] = {}  # By env, the last batch before a new stream.
         self._logged = wiring.Results(self._not_logged)
         self._should_log = LocalClock(log_every)
-        self._busy = wiring.Stopwatch()
-        self._blocked = wiring.Stopwatch()
+        self._busy = wiring.TimeShare()
+        self._blocked = wiring.TimeShare()
         self._lock = threading.Lock()  # Guards the next.
         self.steps = 0  # That were published.
         self._logged_steps = 0

@@ -20,7 +20,7 @@ from embodied.run.live import RESTART, record_events, record_run
 from embodied.run.parallel import agent, env, replay, wiring
 from embodied.run.parallel import logger as loggers
 from embodied.run.parallel.env_usage import report_env_usage
-from embodied.run.parallel.stopping import StopTimeout, StopWatch
+from embodied.run.parallel.stopping import StopDeadline, StopTimeout
 from embodied.run.settings import RunSettings
 from embodied.workers import (
     Process,
@@ -270,7 +270,7 @@ def _bounded_stop(
         late.set()
         done.set()
 
-    with StopWatch(stop, settings.logdir, seconds, give_up):
+    with StopDeadline(stop, settings.logdir, seconds, give_up):
         yield
     if late.is_set():
         raise StopTimeout.after(seconds, settings.logdir, "the agent")

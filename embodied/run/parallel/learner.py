@@ -22,7 +22,7 @@ from embodied.run.parallel.conductor import Conductor
 from embodied.run.parallel.live_reports import report_hops
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import Replicas, join_replicas
-from embodied.run.parallel.stopping import StopTimeout, StopWatch
+from embodied.run.parallel.stopping import StopDeadline, StopTimeout
 from embodied.run.settings import RunSettings
 from embodied.run.usage import Usage
 
@@ -68,8 +68,8 @@ class Learner:
         self._carry: Tree = agent.init_train(settings.batch_size)
         self._means = Means()
         self._usage = Usage(settings.usage)
-        self._waiting = wiring.Stopwatch()
-        self._training = wiring.Stopwatch()
+        self._waiting = wiring.TimeShare()
+        self._training = wiring.TimeShare()
         self._counted = (time.monotonic(), 0)
         self._results = wiring.Results(self._not_taken)
 
@@ -133,10 +133,6 @@ class Learner:
                 **dict(wiring.prefixed("usage/agent", self._usage.result())),
             }
         )
-
-    def drain(self, timeout: float) -> None:
-        """Waits until all that was sent has arrived."""
-        self._results.wait(timeout)
 
     def _begin(self) -> None:
         """Counts from here on: before, the replay was filled, the update compiled."""
@@ -259,14 +255,14 @@ def _watch_stop(
     settings: RunSettings,
     rendezvous: Rendezvous,
     conductor: Conductor,
-) -> StopWatch:
+) -> StopDeadline:
     """Has the agent fail if its last save does not get on."""
     seconds, logdir = settings.stop_timeout, settings.logdir
 
     def give_up() -> None:
         rendezvous.abandon(StopTimeout.after(seconds, logdir, conductor.awaited))
 
-    return StopWatch(stop, logdir, seconds, give_up)
+    return StopDeadline(stop, logdir, seconds, give_up)
 
 
 def _connect(replay: Any, log: Any, replicas: Replicas, stop: threading.Event) -> bool:
@@ -337,7 +333,7 @@ class RemoteStream(Stream):
     def __init__(
         self, client: Any, source: str, ahead: int = 0, count: int | None = None
     ):
-        self.waiting = wiring.Stopwatch()
+        self.waiting = wiring.TimeShare()
         self._client = client
         self._method = f"sample_batch_{source}"
         self._ahead = ahead

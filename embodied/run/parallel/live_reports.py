@@ -118,8 +118,9 @@ def _tell(
     try:
         with wiring.make_client(settings.logger_addr, name, settings) as client:
             while not stop.wait(LIVE_SECONDS):
+                results.check()
                 # Not while the last report is open: nobody waits for a logger here.
-                if results.wait(0) and client.connected:
+                if results.all_done and client.connected:
                     for future in tell(client):
                         results.add(future)
     except ConnectionError as error:  # The run does not depend on it.

@@ -1,7 +1,7 @@
 """The replay role: stores transitions and samples batches. Replay process.
 
 Threads of the server: one stores, one samples for training, one for reports, one
-refreshes latents, and one saves and tells statistics.
+refreshes latents, and one saves. The thread that serves tells statistics.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class ReplayRole:
         # Samples in the weights of the learner when it started; None if it was there
         # before this role.
         self._base: int | None = None
-        self._limited = wiring.Stopwatch()
-        self._sampling = wiring.Stopwatch()
-        self._inserting = wiring.Stopwatch()
+        self._limited = wiring.TimeShare()
+        self._sampling = wiring.TimeShare()
+        self._inserting = wiring.TimeShare()
         self._start = settings.batch_size * settings.batch_length
         self._told = False  # Whether it was said that training begins.
         self._note = LocalClock(SMALLEST_FILLING)

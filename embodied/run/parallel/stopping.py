@@ -2,7 +2,7 @@
 
 The agent watches its own stop, and the launcher that of all roles:
 
-    with StopWatch(stop, logdir, settings.stop_timeout, give_up):
+    with StopDeadline(stop, logdir, settings.stop_timeout, give_up):
       ...                       # Trains, and saves once `stop` is set.
 """
 
@@ -37,7 +37,7 @@ class StopTimeout(CheckpointError):
         )
 
 
-class StopWatch:
+class StopDeadline:
     """Calls a function if a stop has begun and nothing gets on for a time.
 
     Progress is whatever is written to checkpoints and replays, by any role, and what

@@ -191,16 +191,13 @@ class Results:
             if error is not None:
                 self._on_error(context, error)
 
-    def wait(self, timeout: float) -> bool:
-        """Waits for all of them; False if some are not done in time."""
-        deadline = time.monotonic() + timeout
-        for future, _ in self._open:
-            future.wait(max(0.0, deadline - time.monotonic()))
-        self.check()
+    @property
+    def all_done(self) -> bool:
+        """Whether there was an answer to all, as far as `check` has looked."""
         return not self._open
 
 
-class Stopwatch:
+class TimeShare:
     """Measures which share of the time a thread spends inside. Any one thread reads.
 
     with watch:

@@ -151,10 +151,10 @@ class TestConnect:
             wiring.connect(Refused(), "env-0", "actor", lambda: False)
 
 
-class TestStopwatch:
+class TestTimeShare:
     def test_shares_since_the_last_time(self):
         now = [0.0]
-        watch = wiring.Stopwatch(lambda: now[0])
+        watch = wiring.TimeShare(lambda: now[0])
         now[0] = 6.0
         with watch:
             now[0] = 8.0
@@ -169,7 +169,7 @@ class TestStopwatch:
 
     def test_two_threads_inside_count_twice(self):
         now = [0.0]
-        watch = wiring.Stopwatch(lambda: now[0])
+        watch = wiring.TimeShare(lambda: now[0])
         with watch, watch:
             now[0] = 1.0
         assert watch.share() == 2.0
@@ -189,14 +189,6 @@ class TestResults:
         results.check()
         results.check()
         assert told == [("bad", "lost")]
-
-    def test_a_wait_has_an_end(self):
-        results = wiring.Results(lambda context, error: None)
-        future = make_future()
-        results.add(future)
-        assert not results.wait(0.01)
-        future.set_result(1)
-        assert results.wait(0.01)
 
 
 def test_factories_may_be_pickled():

@@ -1,0 +1,24 @@
+"""What tests of saved replays share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from replay_testing import write_save
+
+
+def commit(checkpoint, root, replay, meta=None):
+    """Saves replay as a conductor does."""
+    tag = checkpoint.new_tag()
+    saved = write_save(replay)
+    records = checkpoint.write_part(tag, "replay", saved.data)
+    checkpoint.commit(tag, records + saved.records(root), meta)
+    return saved.data
+
+
+def names(folder, kind="*"):
+    return {path.name for path in Path(folder, "replay").glob(f"*.{kind}")}
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder, "replay").iterdir()}
