@@ -58,7 +58,15 @@ Make = Callable[..., Any]
 
 
 class RunError(RuntimeError):
-    """A run has failed; the message says which role, and where."""
+    """A run has failed; the message says which role, and where.
+
+    Attributes:
+      code: exit code of the program.
+    """
+
+    def __init__(self, message: str, code: int = 1):
+        super().__init__(message)
+        self.code = code
 
 
 def run_rollout(config: elements.Config) -> None:
@@ -306,10 +314,12 @@ def _clear_errors() -> Iterator[None]:
 
     Raises:
       ConfigError: the arguments of a role do not fit together.
-      RunError: a role has failed, everything stands still, or a key was refused.
+      RunError: a role has failed, everything stands still, a key was refused, or
+        another replica is gone.
     """
     from embodied.rpc import AuthError
     from embodied.run.parallel.observations import ObservationError
+    from embodied.run.parallel.replicas import EXIT_START_AGAIN, ReplicaLost
     from embodied.run.parallel.wiring import RoleError
     from embodied.workers import RunFailed, RunStalled
 
@@ -330,6 +340,8 @@ def _clear_errors() -> Iterator[None]:
         raise RunError(text) from error
     except (RunStalled, AuthError) as error:
         raise RunError(str(error)) from error
+    except ReplicaLost as error:
+        raise RunError(str(error), EXIT_START_AGAIN) from error
 
 
 def _with_clear_errors(script: Script) -> Script:
