@@ -138,6 +138,13 @@ def run_plot(config: elements.Config) -> None:
     print(f"Written: {path}")
 
 
+def run_host_command(config: elements.Config) -> None:
+    """Prints the command that starts environments of a run on another host."""
+    from dreamerv3.cli import host_command
+
+    host_command.run_host_command(config)
+
+
 def run_parallel(config: elements.Config, make: MakeEnv = make_env) -> None:
     """Trains with all roles, on this machine unless some run elsewhere."""
     from embodied.run import parallel
@@ -372,6 +379,7 @@ SCRIPTS: dict[str, Script] = {
     "plot": run_plot,
     "check": run_check,
     "rollout": run_rollout,
+    "host_command": _with_clear_errors(run_host_command),
     "parallel": _with_clear_errors(run_parallel),
     "parallel_agent": _with_clear_errors(run_agent),
     "parallel_replay": _with_clear_errors(run_replay),

@@ -94,6 +94,7 @@ def run_agent(
     agent = wiring.load_factory(make_agent)()
     if settings.replica == 0:
         describe_run(settings.logdir, agent)
+        wiring.write_addresses(settings)
     barrier = threading.Barrier(2)
     step = progress.step if progress else lambda: None
     actor = Thread(_act, agent, barrier, settings, step, name="actor")
