@@ -129,6 +129,14 @@ class Roles:
             for name in ("actor", "replay")
         }
 
+    def cpu_seconds(self) -> dict[str, float]:
+        """Returns the processor time that each role has used."""
+        times = {
+            name: psutil.Process(process.pid).cpu_times()
+            for name, process in self._processes.items()
+        }
+        return {name: used.user + used.system for name, used in times.items()}
+
     def errors(self) -> dict[str, float]:
         """Returns what the links of actor and replay count as errors, if there are."""
         counts: dict[str, float] = {}
@@ -167,7 +175,7 @@ def many_clients(count: int, seconds: float, vanish: int = 0) -> dict[str, Any]:
         with Crowds(roles.port, count, per_process=per_process) as crowds:
             crowds.wait()
             result: dict[str, Any] = {"connect_s": time.monotonic() - begin}
-            full = crowds.measure(seconds)
+            full, result["cpu_us_per_row"] = saturated(crowds, roles, seconds)
             after, stored = roles.memory(), crowds.rows * ROW_BYTES
             result["rows_per_s"] = full["rows_per_s"]
             result["saturated"] = {x: full[x] for x in ("p50_ms", "p99_ms")}
@@ -187,6 +195,22 @@ def many_clients(count: int, seconds: float, vanish: int = 0) -> dict[str, Any]:
             for error in (*crowds.errors[:3], *roles.errors().items()):
                 print(f"  error: {error}")
     return result
+
+
+def saturated(
+    crowds: Crowds, roles: Roles, seconds: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Lets all ask as fast as they can.
+
+    Returns:
+      Rates and round trips, and the processor time of each role per row, which also
+      means something on a machine that is busy otherwise.
+    """
+    before, rows = roles.cpu_seconds(), crowds.rows
+    full = crowds.measure(seconds)
+    after, rows = roles.cpu_seconds(), crowds.rows - rows
+    used = {name: 1e6 * (after[name] - before[name]) / max(1, rows) for name in after}
+    return full, used
 
 
 def vanished(
@@ -210,7 +234,7 @@ def vanished(
     }
 
 
-def delayed(count: int, stacked: int, delay: float, seconds: float) -> dict[str, float]:
+def delayed(count: int, stacked: int, delay: float, seconds: float) -> dict[str, Any]:
     """Measures environments behind a relay; `stacked` of them share a call.
 
     As in env workers, those with several environments have two calls open.
@@ -223,12 +247,13 @@ def delayed(count: int, stacked: int, delay: float, seconds: float) -> dict[str,
         try:
             with Crowds(port, count, stacked, groups) as crowds:
                 crowds.wait()
-                result = crowds.measure(seconds)
+                result, used = saturated(crowds, roles, seconds)
                 if crowds.errors:
                     raise RuntimeError(f"An env client has failed: {crowds.errors[0]}")
         finally:
             cable.kill(0)
-    return {key: result[key] for key in ("rows_per_s", "p50_ms", "p99_ms")}
+    figures = {key: result[key] for key in ("rows_per_s", "p50_ms", "p99_ms")}
+    return {**figures, "cpu_us_per_row": used}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from embodied.clock import ClockServer
-from embodied.rpc import Unanswered
+from embodied.rpc import AuthError, Unanswered
 from embodied.run.parallel import wiring
 from embodied.run.settings import RunSettings
 
@@ -244,7 +244,7 @@ class ReplicaWatch:
         self._on_lost = on_lost
         self._changed = threading.Condition()
         self._left = threading.Event()
-        self._connected = False
+        self._watching = False  # From the first answer to the end of the thread.
         self._all_heard = 0.0  # A time after which all replicas were heard of.
         self._failure = ""
         self._failure_told = False
@@ -257,9 +257,10 @@ class ReplicaWatch:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
+        watching = self._watching
         self._left.set()
         self._thread.join()
-        if kind is None and self.lost is None and self._connected:
+        if kind is None and self.lost is None and watching:
             with contextlib.suppress(Exception):  # The first one may have left before.
                 self._client.beat(self._replica, True, "").wait(BEAT_SECONDS)
 
@@ -274,25 +275,37 @@ class ReplicaWatch:
         """
         began = time.monotonic()
         with self._changed:
-            if not self._connected:
-                return
             self._changed.wait_for(
-                lambda: self.lost or self._all_heard > began + 2 * BEAT_SECONDS,
+                lambda: (
+                    not self._watching or self._all_heard > began + 2 * BEAT_SECONDS
+                ),
                 self._silence + 5 * BEAT_SECONDS,
             )
             self._failure = failure
             self._changed.wait_for(
-                lambda: self.lost or self._failure_told, 3 * BEAT_SECONDS
+                lambda: not self._watching or self._failure_told, 3 * BEAT_SECONDS
             )
 
     def _run(self) -> None:
         stopped = self._left.is_set
-        if not wiring.connect(
-            self._client, "The launcher", "first replica", stopped, quiet=True
-        ):
-            return
+        # What keeps this from connecting, such as another key, the agent finds, too.
+        with contextlib.suppress(AuthError, wiring.RoleError):
+            if wiring.connect(
+                self._client, "The launcher", "first replica", stopped, quiet=True
+            ):
+                self._set_watching(True)
+                try:
+                    self._watch(stopped)
+                finally:
+                    self._set_watching(False)
+
+    def _set_watching(self, watching: bool) -> None:
         with self._changed:
-            self._connected = True
+            self._watching = watching
+            self._changed.notify_all()
+
+    def _watch(self, stopped: Callable[[], bool]) -> None:
+        """Exchanges signs of life until one is missing, or the end."""
         answered = time.monotonic()
         while self.lost is None:
             failure = self._failure
