@@ -55,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code: 2 if the configuration cannot be used, 1 if checkpoints cannot or
-      an environment or a role has failed, 130 after a second Ctrl-C, or one before the
-      run has begun, else 0.
+      an environment or a role has failed, 75 if another replica is gone and all are to
+      be started again, 130 after a second Ctrl-C, or one before the run has begun, else
+      0.
     """
     try:
         if argv is None:
@@ -110,7 +111,9 @@ def _run(config: elements.Config, argv: Sequence[str]) -> int:
                 run_suite(config, argv)
             else:
                 SCRIPTS[config.script](config)
-    except (CheckpointError, RunError) as error:
+    except RunError as error:
+        return _fail([str(error)], error.code)
+    except CheckpointError as error:
         return _fail([str(error)], code=1)
     except EnvError as error:
         code = 2 if error.kind in texts.MISTAKES else 1

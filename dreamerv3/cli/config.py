@@ -33,8 +33,10 @@ from embodied.run.settings import RunSettings
 
 FILENAME = "config.yaml"  # Of the configuration in the logdir.
 
-# Keys that an evaluation does not take from the configuration of the run it evaluates.
-NOT_EVALUATED = (
+# Programs that take the configuration of the run that they are about.
+ABOUT_A_RUN = ("eval_only", "host_command")
+# Keys that they do not take from it.
+NOT_OF_THE_RUN = (
     *("script", "logdir", "replica", "replicas", "run.steps", "run.duration"),
     *("run.from_checkpoint", "run.from_checkpoint_regex"),
 )
@@ -96,19 +98,19 @@ def load_config(
 def merge(argv: Sequence[str]) -> Values:
     """Applies blocks, files and then flags to the defaults; checks no combinations.
 
-    With `--script eval_only`, the configuration of the run that is evaluated comes
-    between the defaults and the blocks; but a task that names code has to be given, if
-    this user has not started that run.
+    With `--script eval_only` and `host_command`, the configuration of the run that they
+    are about comes between the defaults and the blocks; but a task that names code has
+    to be given, if this user has not started that run.
     """
     arguments, strays = split_arguments(argv)
     blocks = read_blocks()
     defaults = flatten(blocks.pop("defaults"))
     values = _apply(Values(defaults), arguments, blocks)
-    run = _evaluated_run(arguments, values.flat)
+    run = _run_in_question(arguments, values.flat)
     doubts = ""
     if run is not None:
         values = Values(defaults)
-        _apply_run(values, run, without=NOT_EVALUATED)
+        _apply_run(values, run, without=NOT_OF_THE_RUN)
         doubts = find_task_problem(run.parent, values.flat["task"])
         values.given.clear()
         _apply(values, arguments, blocks)
@@ -275,13 +277,13 @@ def _apply_run(values: Values, path: pathlib.Path, without: Sequence[str] = ()) 
             values.set(key, value if isinstance(value, tuple) else [value])
 
 
-def _evaluated_run(
+def _run_in_question(
     arguments: Sequence[tuple[str, list[str]]], flat: Flat
 ) -> pathlib.Path | None:
-    """Returns the `config.yaml` of the run that is to be evaluated, if any is."""
+    """Returns the `config.yaml` of the run that the program is about, if any is."""
     given = {name: values[0] for name, values in arguments if len(values) == 1}
     source = given.get("run.from_checkpoint") or given.get("logdir")
-    if given.get("script") != "eval_only" or not source:
+    if given.get("script") not in ABOUT_A_RUN or not source:
         return None
     source = fill_logdir(source, flat["task"], flat["seed"])
     folder = pathlib.Path(source).expanduser()

@@ -59,7 +59,15 @@ Make = Callable[..., Any]
 
 
 class RunError(RuntimeError):
-    """A run has failed; the message says which role, and where."""
+    """A run has failed; the message says which role, and where.
+
+    Attributes:
+      code: exit code of the program.
+    """
+
+    def __init__(self, message: str, code: int = 1):
+        super().__init__(message)
+        self.code = code
 
 
 def run_rollout(config: elements.Config) -> None:
@@ -132,6 +140,13 @@ def run_plot(config: elements.Config) -> None:
     except plot.PlotError as error:
         raise ConfigError(f"plot: {error}") from error
     print(f"Written: {path}")
+
+
+def run_host_command(config: elements.Config) -> None:
+    """Prints the command that starts environments of a run on another host."""
+    from dreamerv3.cli import host_command
+
+    host_command.run_host_command(config)
 
 
 def run_parallel(config: elements.Config, make: MakeEnv = make_env) -> None:
@@ -335,10 +350,12 @@ def _clear_errors() -> Iterator[None]:
 
     Raises:
       ConfigError: the arguments of a role do not fit together.
-      RunError: a role has failed, everything stands still, or a key was refused.
+      RunError: a role has failed, everything stands still, a key was refused, or
+        another replica is gone.
     """
     from embodied.rpc import AuthError
     from embodied.run.parallel.observations import ObservationError
+    from embodied.run.parallel.replicas import EXIT_START_AGAIN, ReplicaLost
     from embodied.run.parallel.wiring import RoleError
     from embodied.workers import RunFailed, RunStalled
 
@@ -359,6 +376,8 @@ def _clear_errors() -> Iterator[None]:
         raise RunError(text) from error
     except (RunStalled, AuthError) as error:
         raise RunError(str(error)) from error
+    except ReplicaLost as error:
+        raise RunError(str(error), EXIT_START_AGAIN) from error
 
 
 def _with_clear_errors(script: Script) -> Script:
@@ -390,6 +409,7 @@ SCRIPTS: dict[str, Script] = {
     "check": run_check,
     "rollout": run_rollout,
     "view": run_view,
+    "host_command": _with_clear_errors(run_host_command),
     "parallel": _with_clear_errors(run_parallel),
     "parallel_agent": _with_clear_errors(run_agent),
     "parallel_replay": _with_clear_errors(run_replay),

@@ -69,6 +69,7 @@ class RunSettings:
     restarts: Mapping[str, int] = dataclasses.field(default_factory=_restarts)
     stall_timeout: float = 1800.0
     stop_timeout: float = 60.0
+    replica_timeout: float = 30.0
 
     # Started by the program, beside the run.
     view: bool = False

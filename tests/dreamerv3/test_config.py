@@ -89,6 +89,7 @@ CONTRACT = {
         "actor_timeout": 0.05,
         "env_timeout": 300,
         "stop_timeout": 60.0,
+        "replica_timeout": 30.0,
         "stall_timeout": 1800,
         "view": False,
         "restarts": {"env": 10, "replay": 3, "logger": 3, "agent": 3},

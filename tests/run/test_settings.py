@@ -16,7 +16,7 @@ OURS = {
     *("errfile", "ipv6", "clock_addr", "clock_port", "from_checkpoint_regex"),
     *("transport", "link", "insecure", "keyfile", "envs_per_worker", "env_offset"),
     *("actor_timeout", "env_timeout", "stall_timeout", "restarts", "keep", "view"),
-    *("max_nonfinite", "render", "stop_timeout"),
+    *("max_nonfinite", "render", "stop_timeout", "replica_timeout"),
 }
 
 

@@ -345,6 +345,7 @@ def run_actor(
             timeout=settings.actor_timeout,
             group="is_eval",
         )
+        server.bind("env_ids", owners.env_ids)
         left = threading.Event()
         roles = dict(zip(("the replay", "the logger"), clients))
         with server, _report_hops(settings, actor, server, *clients):

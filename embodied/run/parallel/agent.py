@@ -1,26 +1,39 @@
-"""The agent: actor and learner as two threads that share it. Agent process."""
+"""The agent: actor and learner as two threads that share it. Agent process.
+
+The launching process adds it to its supervisor, by `add_agent`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
+
 from embodied.base import Agent
 from embodied.run.console import SAVING, show_messages, stop_on_signals
-from embodied.run.live import record_run
+from embodied.run.live import record_events, record_run
 from embodied.run.parallel import wiring
 from embodied.run.parallel.actor import run_actor
 from embodied.run.parallel.learner import run_learner
 from embodied.run.parallel.rendezvous import Rendezvous
-from embodied.run.parallel.replicas import join_replicas
+from embodied.run.parallel.replicas import join_replicas, watch_replicas
+from embodied.run.parallel.stopping import StopTimeout
 from embodied.run.saving import describe_run
 from embodied.run.settings import RunSettings
-from embodied.workers import Progress, Thread
+from embodied.workers import Process, Progress, RestartPolicy, Supervisor, Thread
+from embodied.workers.thread import Worker
 
+GRACE = 10.0  # Seconds for roles to end after the agent.
 LEAVE_SECONDS = 30.0  # For the actor to end after the learner.
 ABANDON_SECONDS = 3.0  # For both to end if nobody is to wait any more.
+# Errors, by name, that an agent in its own process would only make again.
+_FINAL = ("ConfigError", "DiskTooSmallError", "ReplayMemoryError", "SetupError")
+LIMITS = dict.fromkeys((*_FINAL, StopTimeout.__name__), 0)
 
 
 def parallel_agent(make_agent: bytes | Callable[[], Agent], args: Any) -> None:
@@ -32,16 +45,39 @@ def parallel_agent(make_agent: bytes | Callable[[], Agent], args: Any) -> None:
 
     Raises:
       Exception: that of the actor or the learner, whichever failed first.
+      ReplicaLost: another replica of several is gone: start all of them again.
     """
     settings = RunSettings.from_args(args)
     wiring.check_addresses(settings, "actor_addr", "replay_addr", "logger_addr")
+    # Nobody here starts environments.
+    settings = dataclasses.replace(settings, remote_envs=True)
     with (
         show_messages(),
         record_run(settings.logdir, "The agent"),
         stop_on_signals(SAVING) as stop,
     ):
-        # Nobody here starts environments.
-        run_agent(make_agent, dataclasses.replace(settings, remote_envs=True), stop)
+        if settings.replicas > 1:
+            _run_replica(make_agent, settings, stop)
+        else:
+            run_agent(make_agent, settings, stop)
+
+
+def _run_replica(
+    make_agent: bytes | Callable[[], Agent],
+    settings: RunSettings,
+    stop: threading.Event,
+) -> None:
+    """Runs the agent in a process of its own, and watches the other replicas."""
+    done = threading.Event()
+    with watch_replicas(settings, on_lost=done.set) as report_failure:
+        supervisor = Supervisor(
+            grace=GRACE,
+            stall_timeout=settings.stall_timeout,
+            on_failure=lambda error: report_failure(error.reason),
+        )
+        with supervisor:
+            add_agent(supervisor, make_agent, settings, stop, done)
+            supervisor.run(until=done)
 
 
 def run_agent(
@@ -63,6 +99,7 @@ def run_agent(
     agent = wiring.load_factory(make_agent)()
     if settings.replica == 0:
         describe_run(settings.logdir, agent)
+        wiring.write_addresses(settings)
     barrier = threading.Barrier(2)
     step = progress.step if progress else lambda: None
     actor = Thread(_act, agent, barrier, settings, step, name="actor")
@@ -81,6 +118,100 @@ def run_agent(
     failure = rendezvous.failure
     if failure is not None:
         raise failure
+
+
+def add_agent(
+    supervisor: Supervisor,
+    make_agent: bytes | Callable[[], Agent],
+    settings: RunSettings,
+    stop: threading.Event,
+    done: threading.Event,
+) -> None:
+    """Adds the agent to a supervisor; its good end is the end of the run.
+
+    Args:
+      supervisor: of the run.
+      make_agent: makes the agent; may be cloudpickled.
+      settings: of the run.
+      stop: ends the run well.
+      done: set at the end of the run.
+    """
+    progress = Progress()
+    current: list[Process] = []
+    factory = make_agent if isinstance(make_agent, bytes) else None
+
+    def end_if_well(worker: Worker) -> None:
+        # Before it can save and leave on SIGTERM, it just leaves.
+        code = worker.exitcode if isinstance(worker, Process) else None
+        if worker.error is None or (stop.is_set() and code == -signal.SIGTERM):
+            done.set()
+
+    def make_process() -> Process:
+        process = Process(
+            _agent_process,
+            *(factory or cloudpickle.dumps(make_agent), settings, progress),
+            name="agent",
+            fds=[progress.fd],
+        )
+        process.on_exit(end_if_well)
+        current[:] = [process]
+        return process
+
+    def make_thread() -> Thread:
+        # The supervisor sets `done`, too, when it stops the other roles.
+        thread = Thread(
+            *(run_agent, make_agent, settings, stop, progress, done), name="agent"
+        )
+        thread.on_exit(end_if_well)
+        return thread
+
+    if is_apart(settings):
+        # One replica alone cannot come back to the others.
+        restarts = settings.restarts["agent"] if settings.replicas == 1 else 0
+        policy = RestartPolicy(restarts, limits=LIMITS)
+        supervisor.add("agent", "agent", make_process, policy, progress)
+        threading.Thread(
+            target=_pass_on,
+            args=(stop, done, current),
+            name="pass on the stop",
+            daemon=True,
+        ).start()
+    else:
+        supervisor.add("agent", "agent", make_thread, RestartPolicy(0), progress)
+
+
+def is_apart(settings: RunSettings) -> bool:
+    """Returns whether the launcher runs the agent in a process of its own.
+
+    With several replicas it does so in any case: JAX aborts the process of an agent
+    whose first replica is gone, and hangs in others.
+    """
+    return settings.agent_process or settings.replicas > 1
+
+
+def _agent_process(
+    make_agent: bytes, settings: RunSettings, progress: Progress
+) -> None:
+    with (
+        show_messages(),
+        record_events(settings.logdir),
+        stop_on_signals() as stop,
+    ):
+        run_agent(make_agent, settings, stop, progress)
+
+
+def _pass_on(
+    stop: threading.Event, done: threading.Event, current: list[Process]
+) -> None:
+    """Tells the agent's process to save and leave once `stop` is set."""
+    stop.wait()
+    if done.is_set():
+        return
+    pid = current[0].pid if current and current[0].running else None
+    if pid is None:
+        done.set()  # It has failed and is not back yet: there is nothing to save.
+    else:
+        os.kill(pid, signal.SIGTERM)
 
 
 def _abandon(abandon: threading.Event, barrier: threading.Barrier) -> None:

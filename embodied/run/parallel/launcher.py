@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,30 +14,24 @@ import cloudpickle
 
 from embodied.checkpoint import write_file
 from embodied.run.console import SAVING, show_messages, stop_on_signals
-from embodied.run.live import RESTART, record_events, record_run
+from embodied.run.live import RESTART, record_run
 from embodied.run.parallel import agent, env, replay, wiring
 from embodied.run.parallel import logger as loggers
 from embodied.run.parallel.env_usage import report_env_usage
+from embodied.run.parallel.replicas import watch_replicas
 from embodied.run.parallel.stopping import StopDeadline, StopTimeout
 from embodied.run.settings import RunSettings
 from embodied.workers import (
     Process,
-    Progress,
     RestartPolicy,
     RunFailed,
     Supervisor,
-    Thread,
     WorkerError,
 )
-from embodied.workers.thread import Worker
 
-GRACE = 10.0  # Seconds for roles to end after the agent.
 # Seconds that the launcher gives the agent to notice by itself that a stop does not get
 # on, and to say who is waited for.
 AGENT_FIRST = 10.0
-# Errors, by name, that an agent in its own process would only make again.
-_FINAL = ("ConfigError", "DiskTooSmallError", "ReplayMemoryError", "SetupError")
-AGENT_LIMITS = dict.fromkeys((*_FINAL, StopTimeout.__name__), 0)
 
 log = logging.getLogger("embodied.run")
 
@@ -72,45 +64,67 @@ def combined(
       RunFailed: a role has failed for good; names it, with its traceback.
       RunStalled: nothing has progressed for `args.stall_timeout`.
       StopTimeout: the end could not be saved, as somebody does not answer.
+      ReplicaLost: another replica of several is gone: start all of them again.
       RoleError: the arguments do not fit together.
     """
     settings = prepare(RunSettings.from_args(args))
+    dumps = cloudpickle.dumps
+
+    def add_roles(
+        supervisor: Supervisor, stop: threading.Event, done: threading.Event
+    ) -> None:
+        _add_process(
+            supervisor,
+            "logger",
+            settings,
+            loggers.parallel_logger,
+            [dumps(make_logger), settings],
+        )
+        if not settings.remote_replay:
+            factories = (make_replay_train, make_replay_eval, make_stream)
+            _add_process(
+                supervisor,
+                "replay",
+                settings,
+                replay.parallel_replay,
+                [*map(dumps, factories), settings],
+            )
+        agent.add_agent(supervisor, make_agent, settings, stop, done)
+        workers = 0
+        if not settings.remote_envs:
+            makers = (dumps(make_env_train), dumps(make_env_eval))
+            workers = env.add_workers(supervisor, *makers, settings)
+        _tell_start(settings, workers)
+
     with (
         show_messages(),
         record_run(settings.logdir, "A parallel run"),
         stop_on_signals(SAVING) as stop,
     ):
-        done = threading.Event()
+        _run_roles(add_roles, settings, stop)
+
+
+def _run_roles(
+    add_roles: Callable[[Supervisor, threading.Event, threading.Event], None],
+    settings: RunSettings,
+    stop: threading.Event,
+) -> None:
+    """Supervises the roles that a function adds, until the agent ends well."""
+    done = threading.Event()
+    with watch_replicas(settings, on_lost=done.set) as report_failure:
+
+        def on_failure(error: RunFailed) -> None:
+            _save_first(stop, done, error)
+            report_failure(f"Worker {error.name!r} {error.reason}")
+
         supervisor = Supervisor(
-            grace=GRACE,
+            grace=agent.GRACE,
             stall_timeout=settings.stall_timeout,
             on_restart=functools.partial(_before_restart, settings, stop, done),
-            on_failure=functools.partial(_save_first, stop, done),
+            on_failure=on_failure,
         )
-        dumps = cloudpickle.dumps
         with supervisor:
-            _add_process(
-                supervisor,
-                "logger",
-                settings,
-                loggers.parallel_logger,
-                [dumps(make_logger), settings],
-            )
-            if not settings.remote_replay:
-                factories = (make_replay_train, make_replay_eval, make_stream)
-                _add_process(
-                    supervisor,
-                    "replay",
-                    settings,
-                    replay.parallel_replay,
-                    [*map(dumps, factories), settings],
-                )
-            _add_agent(supervisor, make_agent, settings, stop, done)
-            workers = 0
-            if not settings.remote_envs:
-                makers = (dumps(make_env_train), dumps(make_env_eval))
-                workers = env.add_workers(supervisor, *makers, settings)
-            _tell_start(settings, workers)
+            add_roles(supervisor, stop, done)
             try:
                 with _bounded_stop(settings, stop, done):
                     with report_env_usage(supervisor, settings):
@@ -154,84 +168,11 @@ def _add_process(
     )
 
 
-def _add_agent(
-    supervisor: Supervisor,
-    make_agent: Callable[[], Any],
-    settings: RunSettings,
-    stop: threading.Event,
-    done: threading.Event,
-) -> None:
-    """Adds the agent, whose good end is the end of the run."""
-    progress = Progress()
-    current: list[Process] = []
-
-    def end_if_well(worker: Worker) -> None:
-        # Before it can save and leave on SIGTERM, it just leaves.
-        code = worker.exitcode if isinstance(worker, Process) else None
-        if worker.error is None or (stop.is_set() and code == -signal.SIGTERM):
-            done.set()
-
-    def make_process() -> Process:
-        process = Process(
-            _agent_process,
-            *(cloudpickle.dumps(make_agent), settings, progress),
-            name="agent",
-            fds=[progress.fd],
-        )
-        process.on_exit(end_if_well)
-        current[:] = [process]
-        return process
-
-    def make_thread() -> Thread:
-        # The supervisor sets `done`, too, when it stops the other roles.
-        thread = Thread(
-            *(agent.run_agent, make_agent, settings, stop, progress, done), name="agent"
-        )
-        thread.on_exit(end_if_well)
-        return thread
-
-    if settings.agent_process:
-        policy = RestartPolicy(settings.restarts["agent"], limits=AGENT_LIMITS)
-        supervisor.add("agent", "agent", make_process, policy, progress)
-        threading.Thread(
-            target=_pass_on,
-            args=(stop, done, current),
-            name="pass on the stop",
-            daemon=True,
-        ).start()
-    else:
-        supervisor.add("agent", "agent", make_thread, RestartPolicy(0), progress)
-
-
-def _agent_process(
-    make_agent: bytes, settings: RunSettings, progress: Progress
-) -> None:
-    with (
-        show_messages(),
-        record_events(settings.logdir),
-        stop_on_signals() as stop,
-    ):
-        agent.run_agent(make_agent, settings, stop, progress)
-
-
-def _pass_on(
-    stop: threading.Event, done: threading.Event, current: list[Process]
-) -> None:
-    """Tells the agent's process to save and leave once `stop` is set."""
-    stop.wait()
-    if done.is_set():
-        return
-    pid = current[0].pid if current and current[0].running else None
-    if pid is None:
-        done.set()  # It has failed and is not back yet: there is nothing to save.
-    else:
-        os.kill(pid, signal.SIGTERM)
-
-
 def _tell_start(settings: RunSettings, workers: int) -> None:
     parts = ["logger"]
     parts += ["replay"] if not settings.remote_replay else ["replay elsewhere"]
-    parts += ["agent in its own process" if settings.agent_process else "agent"]
+    apart = agent.is_apart(settings)
+    parts += ["agent in its own process" if apart else "agent"]
     parts += [f"{workers} env workers" if workers else "env workers elsewhere"]
     log.info("Starting: %s.", ", ".join(parts))
     log.info(

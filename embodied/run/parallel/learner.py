@@ -21,7 +21,7 @@ from embodied.run.parallel.bottleneck import UPDATES
 from embodied.run.parallel.conductor import Conductor
 from embodied.run.parallel.live_reports import report_hops
 from embodied.run.parallel.rendezvous import Rendezvous
-from embodied.run.parallel.replicas import Replicas, join_replicas
+from embodied.run.parallel.replicas import Replicas, join_replicas, serve_replicas
 from embodied.run.parallel.stopping import StopDeadline, StopTimeout
 from embodied.run.settings import RunSettings
 from embodied.run.usage import Usage
@@ -164,6 +164,7 @@ def parallel_learner(agent: Agent, barrier: threading.Barrier, args: Any) -> Non
     wiring.check_addresses(settings, "replay_addr", "logger_addr")
     with (
         Rendezvous(barrier, "learner", "actor") as rendezvous,
+        serve_replicas(settings),
         join_replicas(settings) as replicas,
     ):
         run_learner(agent, rendezvous, settings, threading.Event(), replicas=replicas)

@@ -93,6 +93,11 @@ class Owners:
         """Tells whether a client has named an env id. Any thread."""
         return envid in self._owners
 
+    def env_ids(self) -> list[int]:
+        """Returns the env ids that clients have. Any thread."""
+        envids = list(self._owners)  # Copied at once: the loop thread changes them.
+        return sorted(envids)
+
     def leave(self, session: Any) -> None:
         """Notes that a client has gone; those of its envs that it had still are away.
 

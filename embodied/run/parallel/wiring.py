@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from embodied import rpc
+from embodied.checkpoint import CheckpointError, write_file
 from embodied.run.settings import RunSettings
 
 AUTO = "{auto}"
 LOCAL_HOST, LOCAL_HOST_IPV6 = "localhost", "[::1]"
 ADDRESSES = ("actor_addr", "replay_addr", "logger_addr")
+ADDRESS_FILE = "addresses.json"  # In the logdir.
 
 # Seconds until a role says for whom it waits, and until it says so again.
 FIRST_NOTE, NEXT_NOTE = 5.0, 60.0
@@ -48,6 +53,27 @@ def resolve_addresses(settings: RunSettings) -> RunSettings:
             address = host + address.removeprefix(LOCAL_HOST)
         changes[key] = address
     return dataclasses.replace(settings, **changes)
+
+
+def write_addresses(settings: RunSettings) -> None:
+    """Writes the addresses of a run into its logdir, for those who want to join it."""
+    addresses = {key: getattr(settings, key) for key in ADDRESSES}
+    content = json.dumps(addresses, indent=2).encode()
+    try:
+        write_file(Path(settings.logdir), ADDRESS_FILE, content)
+    except CheckpointError as error:  # The run itself does not need it.
+        logger.warning("The addresses could not be written: %s", error)
+
+
+def read_addresses(logdir: str | Path) -> dict[str, str]:
+    """Returns the addresses that the last run in a logdir had; empty if there are none.
+
+    With one that is still starting, they are those of the run before.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(Path(logdir, ADDRESS_FILE).read_text())
+        return {key: str(found[key]) for key in ADDRESSES if key in found}
+    return {}
 
 
 def check_addresses(settings: RunSettings, *keys: str) -> None:

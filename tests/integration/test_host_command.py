@@ -1,0 +1,112 @@
+"""The command for another host is printed complete: what it says can be run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+
+import pytest
+from parallel_testing import Program, import_path, metrics, small, wait_until
+
+from dreamerv3.cli.host_command import first_free
+from embodied import rpc
+from embodied.rpc import Keys
+
+
+def host_command(logdir, *flags):
+    """Returns exit code, command and notes of the program that prints the command."""
+    argv = ["--script", "host_command", "--logdir", logdir, *flags]
+    done = subprocess.run(
+        [sys.executable, "-m", "dreamerv3.main", *map(str, argv)],
+        env={**os.environ, "PYTHONPATH": import_path()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def printed(logdir, *flags):
+    """Returns the arguments of the command that is printed for another host."""
+    code, command, notes = host_command(logdir, *flags)
+    assert code == 0, notes
+    (line,) = command.splitlines()
+    name, *argv = shlex.split(line)
+    assert name == "dreamerv3"
+    return argv, notes
+
+
+def test_printed_commands_join_a_live_run(tmp_path):
+    """Two hosts by what is printed for them; the second gets ids after the first."""
+    Keys.generate().save(tmp_path / "run.keys")
+    port = rpc.free_port()
+    argv = small(
+        tmp_path / "run",
+        *("--run.remote_envs", "True", "--run.envs", 3, "--run.eval_envs", 1),
+        *("--run.actor_addr", f"0.0.0.0:{port}"),
+        *("--run.logger_addr", f"localhost:{rpc.free_port()}"),
+        *("--run.keyfile", tmp_path / "run.keys", "--run.env_timeout", 77),
+        steps=10**9,
+    )
+    with Program(*argv) as train:
+        train.wait_for("waits for environments")
+        first, notes = printed(tmp_path / "run", "--run.envs", 2)
+        assert str(tmp_path / "run.keys") in notes
+        flags = dict(zip(first[::2], first[1::2]))
+        assert flags["--task"] == "tiny_testing:Task"
+        assert flags["--run.env_timeout"] == "77.0"
+        assert flags["--run.env_offset"] == "0" and flags["--run.eval_envs"] == "1"
+        # The address of this machine, wherever that is here.
+        assert flags["--run.actor_addr"].endswith(f":{port}")
+        flags["--run.actor_addr"] = f"localhost:{port}"
+        with Program(*[word for pair in flags.items() for word in pair]) as host:
+            train.wait_for_envs(tmp_path / "run", 3)
+            second, _ = printed(tmp_path / "run", "--run.envs", 1)
+            flags = dict(zip(second[::2], second[1::2]))
+            assert flags["--run.env_offset"] == "3" and flags["--run.eval_envs"] == "0"
+            flags["--run.actor_addr"] = f"localhost:{port}"
+            with Program(*[word for pair in flags.items() for word in pair]) as other:
+                train.wait_for_envs(tmp_path / "run", 4)
+                train.interrupt()
+                assert train.wait() == 0, train.output()
+                assert host.wait() == 0 and other.wait() == 0, host.output()
+
+
+@pytest.mark.slow
+def test_environments_beside_those_of_the_run(tmp_path):
+    """A run with environments and ports of its own takes more as they are printed."""
+    with Program(*small(tmp_path, steps=10**9)) as train:  # Three: one evaluates.
+        train.wait_for_envs(tmp_path, 3)
+        argv, notes = printed(tmp_path, "--run.envs", 1)
+        assert "loopback" in notes
+        live = json.loads(pathlib.Path(tmp_path, "addresses.json").read_text())
+        assert live["actor_addr"] in argv
+        with Program(*argv) as host:
+            wait_until(lambda: 4 in metrics(tmp_path)["parallel/envs"], program=host)
+    code, _, notes = host_command(tmp_path)
+    assert code == 2 and "run that is alive" in notes
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path):
+    code, command, notes = host_command(tmp_path)
+    assert code == 2 and not command
+    assert "expected the logdir of a run" in notes
+
+
+@pytest.mark.parametrize(
+    ("taken", "count", "expected"),
+    [
+        ([], 4, 0),
+        ([0, 1, 2], 4, 3),
+        ([4, 5], 4, 0),
+        ([3, 4], 4, 5),
+        ([0, 8, 9, 5], 2, 1),
+        ([0, 2, 4], 2, 5),
+    ],
+)
+def test_first_free_ids(taken, count, expected):
+    assert first_free(taken, count) == expected
