@@ -1,0 +1,123 @@
+"""Starts Ray clusters of several nodes on this machine, and runs on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import secrets
+import subprocess
+import sys
+
+import psutil
+from parallel_testing import SMALL, Program, import_path
+
+SERVER = pathlib.Path(__file__).with_name("node_server.py")
+LEAVE_SECONDS = 60.0
+
+
+class LocalCluster:
+    """Nodes of a Ray cluster that listen at the loopback address alone.
+
+    with LocalCluster(tmp_path / "log.txt") as cluster:
+      node = cluster.add(num_cpus=2)
+      cluster.kill(node)
+
+    Args:
+      log: file for what Ray prints.
+    """
+
+    def __init__(self, log):
+        self._log = log
+        self.mark = secrets.token_hex(8)
+        self.address = ""
+        self.environ = {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Loopback is loopback.
+            "RAY_CLUSTER_MARK": self.mark,
+            "PYTHONPATH": import_path(),
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._count = 0
+
+    def __enter__(self):
+        self._output = self._log.open("wb")
+        self._server = subprocess.Popen(
+            [sys.executable, str(SERVER)],
+            env={**os.environ, **self.environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._output,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *error):
+        self._server.stdin.close()
+        try:
+            self._server.wait(LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+        self._server.stdout.close()
+        self._output.close()
+        left = self.processes()
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=10)
+
+    def add(self, num_cpus=1, **options):
+        """Adds a node, the first of which has Ray's own servers; returns its number."""
+        answer = self._ask(f"add {json.dumps({'num_cpus': num_cpus, **options})}")
+        self.address = answer["address"]
+        self.dashboard = answer["dashboard"]
+        self.environ["RAY_ADDRESS"] = self.address
+        self._count += 1
+        return self._count - 1
+
+    def kill(self, node):
+        """Kills all processes of a node at once."""
+        self._ask(f"kill {node}")
+
+    def processes(self):
+        """Returns all processes of this cluster and its runs that still run."""
+        needle = f"RAY_CLUSTER_MARK={self.mark}".encode()
+        found = []
+        for process in psutil.process_iter():
+            try:
+                path = pathlib.Path(f"/proc/{process.pid}/environ")
+                ours = needle in path.read_bytes().split(b"\0")
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (OSError, psutil.Error):
+                pass
+        return found
+
+    def roles(self):
+        """Returns the processes of our programs, by the names that they are given."""
+        found = {}
+        for process in self.processes():
+            try:
+                command = process.cmdline()
+            except psutil.Error:
+                continue
+            if any(part.endswith("workers/child.py") for part in command):
+                found[command[-1]] = process
+        return found
+
+    def run(self, logdir, *argv, steps=10**9, envs=4):
+        """Returns the program of a small run on this cluster."""
+        flags = [*SMALL, "--script", "ray", "--logdir", logdir, "--run.steps", steps]
+        flags += ["--run.envs", envs, "--run.eval_envs", "0", "--run.link", "remote"]
+        flags += ["--ray.envs_per_bundle", "2", "--ray.head_resources", "head=1"]
+        return Program(*flags, *argv, environ=self.environ)
+
+    def _ask(self, line):
+        self._server.stdin.write(f"{line}\n")
+        self._server.stdin.flush()
+        for answer in self._server.stdout:
+            if answer.startswith("ANSWER "):
+                return json.loads(answer.removeprefix("ANSWER "))
+        raise AssertionError(f"The nodes have ended.\n{self._log.read_text()}")
