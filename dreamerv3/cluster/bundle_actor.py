@@ -178,13 +178,11 @@ def free_ports(address: str, count: int) -> tuple[int, ...]:
 
 
 def _report_usage(pid: int, name: str, left: threading.Event) -> None:
-    from ray.util.metrics import Gauge
-
-    cores = Gauge("dreamerv3_cores", "Cores that a bundle uses.", ("bundle",))
-    memory = Gauge("dreamerv3_memory_bytes", "Memory that a bundle uses.", ("bundle",))
+    gauges: list[Any] = []
     known: dict[int, psutil.Process] = {}
     while not left.wait(METRICS_SECONDS):
-        used = [0.0, 0.0]
+        gauges = gauges or _make_gauges()
+        cores, memory = 0.0, 0.0
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(pid)
             family = [root, *root.children(recursive=True)]
@@ -192,7 +190,16 @@ def _report_usage(pid: int, name: str, left: threading.Event) -> None:
             known = {x.pid: known.get(x.pid, x) for x in family}
             for process in known.values():
                 with contextlib.suppress(psutil.Error, OSError):
-                    used[0] += process.cpu_percent() / 100
-                    used[1] += process.memory_info().rss
-        for gauge, value in zip((cores, memory), used):
+                    cores += process.cpu_percent() / 100
+                    memory += process.memory_info().rss
+        for gauge, value in zip(gauges, (cores, memory)):
             gauge.set(value, {"bundle": name})
+
+
+def _make_gauges() -> list[Any]:
+    from ray.util.metrics import Gauge
+
+    return [
+        Gauge("dreamerv3_cores", "Cores that a bundle uses.", ("bundle",)),
+        Gauge("dreamerv3_memory_bytes", "Memory that a bundle uses.", ("bundle",)),
+    ]

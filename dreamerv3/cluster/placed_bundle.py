@@ -20,7 +20,8 @@ class Bundle:
       actor: handle of the actor; None while there is none.
       place: where that is; None until Ray has placed it.
       number: of the last start of its program.
-      running: whether that has not ended.
+      told: the last start that was told to stop.
+      running: whether that of `number` has not ended.
       began: when.
     """
 
@@ -31,10 +32,23 @@ class Bundle:
         self.actor: Any = None
         self.place: Place | None = None
         self.number = 0
+        self.told = 0
         self.running = False
         self.began = time.monotonic()
         self._losses: list[float] = []
         self._in_a_row = 0
+
+    @property
+    def title(self) -> str:
+        """The name, to begin a message with."""
+        return self.name.capitalize()
+
+    def too_often(self, key: str) -> str:
+        """Returns the message for a bundle that was lost once too often, by the key."""
+        return (
+            f"{self.title}: lost more than {self.policy.restarts} times within "
+            f"{self.policy.window:g} s (--{key})."
+        )
 
     def delay(self) -> float | None:
         """Counts a loss; returns the seconds before the next start, None for none."""

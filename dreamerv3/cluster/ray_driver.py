@@ -216,7 +216,7 @@ class ClusterRun:
                 log.info(
                     "%s: waiting for a node with %s. %d of %d training environments "
                     "have one.",
-                    *(_title(bundle), show_resources(bundle.resources)),
+                    *(bundle.title, show_resources(bundle.resources)),
                     *(acting, self._config.run.envs),
                 )
 
@@ -227,13 +227,16 @@ class ClusterRun:
         bundle.actor, bundle.place, bundle.running = None, None, False
 
     def _start(self, bundle: Bundle, program: Any, host: dict[str, Any]) -> None:
-        """Starts the program of a bundle that has a place."""
+        """Starts the program of a bundle that has a place.
+
+        Raises:
+          ConfigError: its node cannot get the keys of the run.
+        """
         assert bundle.place is not None
+        place = bundle.place
+        sent = self._keys.for_node(place.sees_keys, str(place), self._config.logdir)
         bundle.number += 1
         bundle.running, bundle.began = True, time.monotonic()
-        sent = self._keys.for_node(
-            bundle.place.sees_keys, str(bundle.place), self._config.logdir
-        )
         host = {"keyfile": self._keys.path, **host}
         call = (bundle.number, program, self._config, host, sent)
         ref = bundle.actor.run.remote(*call)
@@ -242,6 +245,7 @@ class ClusterRun:
 
     def _stop_program(self, bundle: Bundle) -> None:
         if bundle.running:
+            bundle.told = bundle.number
             bundle.actor.stop.remote(bundle.number)
 
     # The head.
@@ -283,7 +287,11 @@ class ClusterRun:
         }
         patience = LOCK_PATIENCE if again else 0.0
         program = functools.partial(run_head, patience=patience)
-        self._start(head, program, {"remote_envs": True, **self._addresses})
+        try:
+            self._start(head, program, {"remote_envs": True, **self._addresses})
+        except ConfigError as error:
+            self._finish(2, str(error))
+            return
         for bundle in self._envs:
             if bundle.actor is None:
                 self._start_envs(bundle)
@@ -320,12 +328,8 @@ class ClusterRun:
             return
         delay = head.delay()
         if delay is None:
-            self._finish(
-                1,
-                f"The head was lost more than {head.policy.restarts} times within "
-                f"{head.policy.window:g} s (--run.restarts.agent): "
-                f"{explain_loss(reason)}.",
-            )
+            text = explain_loss(reason)
+            self._finish(1, f"{head.too_often('run.restarts.agent')} Last: {text}.")
             return
         log.warning("Head: lost (%s). It is started again.", explain_loss(reason))
         self._after(delay, self._start_head)
@@ -351,26 +355,27 @@ class ClusterRun:
             self._envs_lost(bundle, error)
             return
         bundle.place = place
-        log.info("%s: on %s.", _title(bundle), place)
+        log.info("%s: on %s.", bundle.title, place)
         self._run_envs(bundle)
 
     def _run_envs(self, bundle: Bundle) -> None:
         ready = bundle.place is not None and not bundle.running
         if ready and self._addresses and not self._stopping:
             host = {**self._envs[bundle].host, **self._addresses}
-            self._start(bundle, run_env_bundle, host)
+            try:
+                self._start(bundle, run_env_bundle, host)
+            except ConfigError as error:
+                self._give_up(Outcome(2, error.problems))
 
     def _env_ended(self, bundle: Bundle, outcome: Outcome, error: Any) -> None:
         bundle.running = False
         if error is not None:
             self._envs_lost(bundle, error)
-        elif not self._addresses:
-            pass  # It was stopped, and starts again when the head has an address.
-        elif outcome.code <= 0:
-            # Without an error it has heard that the run is over, which is to come here,
-            # too; or it belonged to a head that is lost.
-            wait = 0.0 if outcome.code else ROOM_SECONDS
-            self._after(wait, functools.partial(self._run_envs, bundle))
+        elif bundle.told == bundle.number:
+            self._run_envs(bundle)  # If there is a new head by now; else that does it.
+        elif outcome.code == 0:
+            # It has heard that the run is over, which this process hears next.
+            self._after(ROOM_SECONDS, functools.partial(self._run_envs, bundle))
         else:
             self._envs_failed(bundle, outcome)
 
@@ -381,31 +386,29 @@ class ClusterRun:
         delay = bundle.delay()
         text = explain_loss(reason)
         if delay is None:
-            self._give_up(bundle, Outcome(1, (text,)))
+            self._give_up(Outcome(1, (bundle.too_often("run.restarts.env"), text)))
             return
         log.warning(
             "%s: lost (%s). They start again where there is room; the run goes on "
             "without them.",
-            *(_title(bundle), text),
+            *(bundle.title, text),
         )
         self._after(delay, functools.partial(self._start_envs, bundle))
 
     def _envs_failed(self, bundle: Bundle, outcome: Outcome) -> None:
         delay = bundle.delay()
         if delay is None:
-            self._give_up(bundle, outcome)
+            why = bundle.too_often("run.restarts.env")
+            self._give_up(Outcome(outcome.code, (why, *outcome.problems)))
             return
-        log.warning("%s: started again, after: %s", _title(bundle), outcome.problems)
+        why = " ".join(outcome.problems) or f"exit code {outcome.code}"
+        log.warning("%s: started again, after: %s", bundle.title, why)
         self._after(delay, functools.partial(self._run_envs, bundle))
 
-    def _give_up(self, bundle: Bundle, outcome: Outcome) -> None:
+    def _give_up(self, failure: Outcome) -> None:
         """Ends the run, saved, for environments that cannot be stepped."""
-        text = (
-            f"{_title(bundle)} failed more than {bundle.policy.restarts} times within "
-            f"{bundle.policy.window:g} s (--run.restarts.env)."
-        )
-        log.warning("%s Saving before the end ...", text)
-        self._failure = Outcome(outcome.code, (text, *outcome.problems))
+        log.warning("%s Saving before the end ...", failure.problems[0])
+        self._failure = failure
         self._stop()
 
     # The end.
@@ -439,10 +442,6 @@ class ClusterRun:
         for bundle in self._envs:
             self._drop_actor(bundle)
         self._drop_head()
-
-
-def _title(bundle: Bundle) -> str:
-    return bundle.name.capitalize()
 
 
 def explain_loss(reason: Any) -> str:

@@ -8,10 +8,16 @@ import pathlib
 import secrets
 import subprocess
 import sys
+import time
 
 import psutil
-from parallel_testing import SMALL, Program, import_path
+from parallel_testing import SMALL, Program, import_path, wait_until
 
+from benchmarks.chaos.audit import read_stored
+from benchmarks.chaos.numbered_env import TRACES
+
+# Environments whose every step can be told from all others, and leaves a trace.
+NUMBERED = ["--task", "benchmarks.chaos.numbered_env:Numbered"]
 SERVER = pathlib.Path(__file__).with_name("node_server.py")
 LEAVE_SECONDS = 60.0
 
@@ -19,16 +25,18 @@ LEAVE_SECONDS = 60.0
 class LocalCluster:
     """Nodes of a Ray cluster that listen at the loopback address alone.
 
-    with LocalCluster(tmp_path / "log.txt") as cluster:
+    with LocalCluster(tmp_path) as cluster:
       node = cluster.add(num_cpus=2)
       cluster.kill(node)
 
     Args:
-      log: file for what Ray prints.
+      folder: for what Ray prints, and for the traces of environments.
     """
 
-    def __init__(self, log):
-        self._log = log
+    def __init__(self, folder):
+        self._log = folder / "cluster.txt"
+        self.traces = folder / "traces"
+        self.traces.mkdir()
         self.mark = secrets.token_hex(8)
         self.address = ""
         self.environ = {
@@ -37,6 +45,7 @@ class LocalCluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Loopback is loopback.
             "RAY_CLUSTER_MARK": self.mark,
+            TRACES: str(self.traces),
             "PYTHONPATH": import_path(),
             "PYTHONUNBUFFERED": "1",
         }
@@ -107,9 +116,23 @@ class LocalCluster:
                 found[command[-1]] = process
         return found
 
+    def acting(self, since):
+        """Returns the environments that have made a step since a time."""
+        return {
+            int(path.stem.split("-")[0])
+            for path in self.traces.glob("*.trace")
+            if path.stat().st_mtime > since
+        }
+
+    def wait_for_actions(self, driver, envs, since, seconds=90.0):
+        """Waits until all environments have made steps; returns how long it took."""
+        wait_until(lambda: len(self.acting(since)) == envs, seconds, driver)
+        return time.time() - since
+
     def run(self, logdir, *argv, steps=10**9, envs=4):
         """Returns the program of a small run on this cluster."""
-        flags = [*SMALL, "--script", "ray", "--logdir", logdir, "--run.steps", steps]
+        flags = [*SMALL, *NUMBERED, "--script", "ray", "--logdir", logdir]
+        flags += ["--run.steps", steps]
         flags += ["--run.envs", envs, "--run.eval_envs", "0", "--run.link", "remote"]
         flags += ["--ray.envs_per_bundle", "2", "--ray.head_resources", "head=1"]
         return Program(*flags, *argv, environ=self.environ)
@@ -121,3 +144,11 @@ class LocalCluster:
             if answer.startswith("ANSWER "):
                 return json.loads(answer.removeprefix("ANSWER "))
         raise AssertionError(f"The nodes have ended.\n{self._log.read_text()}")
+
+
+def check_stored(logdir):
+    """Checks the newest checkpoint with a reader of its own; returns what it has."""
+    stored = read_stored(logdir)
+    wrong = {name: stored.counts[name] for name in ("gaps", "duplicates", "mixed")}
+    assert not stored.problems and not any(wrong.values()), (stored.problems, wrong)
+    return stored

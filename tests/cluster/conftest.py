@@ -26,5 +26,5 @@ def cluster(tmp_path):
         pytest.skip("Ray is not installed: the extra `ray` has it.")
     from cluster_testing import LocalCluster
 
-    with LocalCluster(tmp_path / "cluster.txt") as made:
+    with LocalCluster(tmp_path) as made:
         yield made
