@@ -20,6 +20,7 @@ from benchmarks.chaos.numbered_env import TRACES
 NUMBERED = ["--task", "benchmarks.chaos.numbered_env:Numbered"]
 SERVER = pathlib.Path(__file__).with_name("node_server.py")
 LEAVE_SECONDS = 60.0
+WAIT = 180.0  # Seconds; far above what anything here takes, also on a busy machine.
 
 
 class LocalCluster:
@@ -49,7 +50,7 @@ class LocalCluster:
             "PYTHONPATH": import_path(),
             "PYTHONUNBUFFERED": "1",
         }
-        self._count = 0
+        self._nodes = []  # Process ids of the raylets.
 
     def __enter__(self):
         self._output = self._log.open("wb")
@@ -83,8 +84,8 @@ class LocalCluster:
         self.address = answer["address"]
         self.dashboard = answer["dashboard"]
         self.environ["RAY_ADDRESS"] = self.address
-        self._count += 1
-        return self._count - 1
+        self._nodes.append(answer["raylet"])
+        return len(self._nodes) - 1
 
     def kill(self, node):
         """Kills all processes of a node at once."""
@@ -124,10 +125,15 @@ class LocalCluster:
             if path.stat().st_mtime > since
         }
 
-    def wait_for_actions(self, driver, envs, since, seconds=90.0):
+    def wait_for_actions(self, driver, envs, since):
         """Waits until all environments have made steps; returns how long it took."""
-        wait_until(lambda: len(self.acting(since)) == envs, seconds, driver)
+        wait_until(lambda: len(self.acting(since)) == envs, WAIT, driver)
         return time.time() - since
+
+    def node_of(self, role):
+        """Returns the number of the node where a program of ours runs."""
+        parents = {process.pid for process in self.roles()[role].parents()}
+        return next(x for x, pid in enumerate(self._nodes) if pid in parents)
 
     def run(self, logdir, *argv, steps=10**9, envs=4):
         """Returns the program of a small run on this cluster."""
@@ -136,6 +142,18 @@ class LocalCluster:
         flags += ["--run.envs", envs, "--run.eval_envs", "0", "--run.link", "remote"]
         flags += ["--ray.envs_per_bundle", "2", "--ray.head_resources", "head=1"]
         return Program(*flags, *argv, environ=self.environ)
+
+    def end_run(self, driver):
+        """Tells a run to end, which it must do well and leave nothing."""
+        driver.terminate()
+        assert driver.wait(WAIT) == 0, driver.output()
+        assert "Ended well" in driver.output()
+        assert "Traceback" not in driver.output()
+        self.check_nothing_left()
+
+    def check_nothing_left(self):
+        """Checks that no process of a run is left on any node, soon."""
+        wait_until(lambda: not self.roles(), LEAVE_SECONDS)
 
     def _ask(self, line):
         self._server.stdin.write(f"{line}\n")

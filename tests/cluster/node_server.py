@@ -24,7 +24,7 @@ def main():
                 answer = {
                     "address": cluster.address,
                     "dashboard": cluster.webui_url,
-                    "pids": pids(nodes[-1]),
+                    "raylet": raylet(nodes[-1]),
                 }
             else:
                 cluster.remove_node(nodes[int(rest)], allow_graceful=False)
@@ -34,9 +34,9 @@ def main():
         cluster.shutdown()
 
 
-def pids(node):
-    processes = [info for infos in node.all_processes.values() for info in infos]
-    return [info.process.pid for info in processes]
+def raylet(node):
+    (info,) = node.all_processes["raylet"]
+    return info.process.pid
 
 
 if __name__ == "__main__":
