@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import pathlib
@@ -19,6 +20,7 @@ from benchmarks.chaos.numbered_env import TRACES
 # Environments whose every step can be told from all others, and leaves a trace.
 NUMBERED = ["--task", "benchmarks.chaos.numbered_env:Numbered"]
 SERVER = pathlib.Path(__file__).with_name("node_server.py")
+MARK = "CLUSTER_MARK"
 LEAVE_SECONDS = 60.0
 WAIT = 180.0  # Seconds; far above what anything here takes, also on a busy machine.
 
@@ -45,7 +47,7 @@ class LocalCluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Loopback is loopback.
-            "RAY_CLUSTER_MARK": self.mark,
+            MARK: self.mark,
             TRACES: str(self.traces),
             "PYTHONPATH": import_path(),
             "PYTHONUNBUFFERED": "1",
@@ -93,17 +95,7 @@ class LocalCluster:
 
     def processes(self):
         """Returns all processes of this cluster and its runs that still run."""
-        needle = f"RAY_CLUSTER_MARK={self.mark}".encode()
-        found = []
-        for process in psutil.process_iter():
-            try:
-                path = pathlib.Path(f"/proc/{process.pid}/environ")
-                ours = needle in path.read_bytes().split(b"\0")
-                if ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (OSError, psutil.Error):
-                pass
-        return found
+        return marked_processes(self.mark)
 
     def roles(self):
         """Returns the processes of our programs, by the names that they are given."""
@@ -125,6 +117,12 @@ class LocalCluster:
             if path.stat().st_mtime > since
         }
 
+    def lives(self):
+        """Returns how many instances there were of each environment."""
+        return collections.Counter(
+            int(path.stem.split("-")[0]) for path in self.traces.glob("*.trace")
+        )
+
     def wait_for_actions(self, driver, envs, since):
         """Waits until all environments have made steps; returns how long it took."""
         wait_until(lambda: len(self.acting(since)) == envs, WAIT, driver)
@@ -137,11 +135,9 @@ class LocalCluster:
 
     def run(self, logdir, *argv, steps=10**9, envs=4):
         """Returns the program of a small run on this cluster."""
-        flags = [*SMALL, *NUMBERED, "--script", "ray", "--logdir", logdir]
-        flags += ["--run.steps", steps]
-        flags += ["--run.envs", envs, "--run.eval_envs", "0", "--run.link", "remote"]
-        flags += ["--ray.envs_per_bundle", "2", "--ray.head_resources", "head=1"]
-        return Program(*flags, *argv, environ=self.environ)
+        flags = ["--run.steps", steps, "--run.envs", envs]
+        flags = [*small_run(logdir), *flags, "--ray.head_resources", "head=1", *argv]
+        return Program(*flags, environ=self.environ)
 
     def end_run(self, driver):
         """Tells a run to end, which it must do well and leave nothing."""
@@ -162,6 +158,28 @@ class LocalCluster:
             if answer.startswith("ANSWER "):
                 return json.loads(answer.removeprefix("ANSWER "))
         raise AssertionError(f"The nodes have ended.\n{self._log.read_text()}")
+
+
+def small_run(logdir):
+    """Returns the arguments of a run on a cluster that takes the remote way."""
+    flags = [*SMALL, *NUMBERED, "--script", "ray", "--logdir", str(logdir)]
+    flags += ["--run.eval_envs", "0", "--run.link", "remote"]
+    return [*flags, "--ray.envs_per_bundle", "2"]
+
+
+def marked_processes(mark):
+    """Returns the processes that have a mark in their environment."""
+    needle = f"{MARK}={mark}".encode()
+    found = []
+    for process in psutil.process_iter():
+        try:
+            path = pathlib.Path(f"/proc/{process.pid}/environ")
+            ours = needle in path.read_bytes().split(b"\0")
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (OSError, psutil.Error):
+            pass
+    return found
 
 
 def check_stored(logdir):

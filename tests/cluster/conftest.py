@@ -20,10 +20,14 @@ def own_key_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def cluster(tmp_path):
-    """An empty Ray cluster on this machine, which ends with the test."""
+def ray_installed():
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed: the extra `ray` has it.")
+
+
+@pytest.fixture
+def cluster(tmp_path, ray_installed):
+    """An empty Ray cluster on this machine, which ends with the test."""
     from cluster_testing import LocalCluster
 
     with LocalCluster(tmp_path) as made:

@@ -2,12 +2,13 @@
 
 import os
 import pathlib
+import time
 
 import pytest
 
 from dreamerv3.cli.config import ConfigError, load_config
 from dreamerv3.cli.logdir import claim, kept_config, wait_until_free
-from dreamerv3.cluster import ray_session
+from dreamerv3.cluster import bundle_actor, ray_session
 from dreamerv3.cluster.bundle_actor import BundleActor, Outcome, free_ports
 from dreamerv3.cluster.bundles import (
     actor_options,
@@ -207,9 +208,34 @@ class TestActor:
     def test_has_the_name_of_its_bundle(self):
         assert repr(BundleActor("envs 0 to 7")) == "envs 0 to 7"
 
+    def test_tells_what_its_program_uses(self, tmp_path, monkeypatch):
+        told, gauges = [], [Gauge("cores"), Gauge("memory")]
+        for gauge in gauges:
+            gauge.told = told
+        monkeypatch.setattr(bundle_actor, "METRICS_SECONDS", 0.1)
+        monkeypatch.setattr(bundle_actor, "_make_gauges", lambda: gauges)
+        assert self.run(tmp_path, wait) == Outcome(0)
+        names = {(name, tags["bundle"]) for name, _, tags in told}
+        assert names == {("cores", "some"), ("memory", "some")}
+        assert max(value for name, value, _ in told if name == "memory") > 1e6
+
     def test_ports_are_different_and_free(self):
         ports = free_ports("127.0.0.1", 3)
         assert len(set(ports)) == 3
+
+
+class Gauge:
+    """Stands in for that of Ray."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def set(self, value, tags):
+        self.told.append((self.name, value, tags))
+
+
+def wait(config, host):
+    time.sleep(1.0)  # Until it was looked at.
 
 
 def succeed(config, host):

@@ -10,8 +10,8 @@ import time
 from functools import partial
 
 import pytest
-from cluster_testing import NUMBERED, WAIT, check_stored
-from parallel_testing import SMALL, wait_until
+from cluster_testing import WAIT, check_stored, small_run
+from parallel_testing import wait_until
 
 from benchmarks.chaos.audit import Window, account, read_traces
 from benchmarks.chaos.reader import Unreadable, read_manifest
@@ -80,9 +80,13 @@ def test_the_loss_of_an_env_node_where_there_is_room(cluster, tmp_path):
         cluster.add(num_cpus=4)
     with cluster.run(logdir) as driver:
         wait_for_training(cluster, driver, logdir)
-        moment = time.time()
-        cluster.kill(cluster.node_of("envs 0 to 1"))
-        cluster.wait_for_actions(driver, ENVS, time.time())
+        lost, lives, moment = (
+            cluster.node_of("envs 0 to 1"),
+            cluster.lives(),
+            time.time(),
+        )
+        cluster.kill(lost)
+        wait_until(lambda: min((cluster.lives() - lives)[x] for x in (0, 1)), WAIT)
         seconds = time.time() - moment
         cluster.end_run(driver)
     print(json.dumps({"env_node_killed_to_acting_s": round(seconds, 1)}))
@@ -132,15 +136,18 @@ def test_a_job_and_its_stop(cluster, tmp_path):
     cluster.add(num_cpus=4)
     address = ["--address", f"http://127.0.0.1:{port}"]
     variables = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300"}}
-    command = [sys.executable, "-m", "dreamerv3.main", *SMALL, *NUMBERED]
-    command += ["--script", "ray", "--logdir", str(logdir), "--run.link", "remote"]
-    command += ["--run.envs", str(ENVS), "--run.eval_envs", "0", "--run.steps", "1e9"]
-    command += ["--ray.head_resources", "head=1", "--ray.envs_per_bundle", "2"]
+    command = [sys.executable, "-m", "dreamerv3.main", *small_run(logdir)]
+    command += ["--run.envs", str(ENVS), "--run.steps", "1e9"]
+    command += ["--ray.head_resources", "head=1"]
     submit = ["job", "submit", *address, "--submission-id", "some-run", "--no-wait"]
     submit += ["--runtime-env-json", json.dumps(variables), "--", shlex.join(command)]
     ray_command(cluster, *submit)
     begin = time.time()
     wait_until(lambda: len(cluster.acting(begin)) == ENVS, WAIT)
+    listed = ["--format", "json", "--filter", "state=ALIVE"]
+    actors = json.loads(ray_command(cluster, "list", "actors", *address, *listed))
+    names = [actor["name"].rsplit(maxsplit=2)[0] for actor in actors if actor["name"]]
+    assert {"head", "envs 0 to 1", "envs 2 to 3"} <= set(names)
     ray_command(cluster, "job", "stop", *address, "some-run")
     shown = ray_command(cluster, "job", "logs", *address, "some-run")
     assert "Ended well" in shown, shown
