@@ -80,7 +80,7 @@ def connect(config: elements.Config, bundles: list[EnvBundle]) -> Iterator[Any]:
         options |= local_room(config, bundles)
     sys.stdout.flush()
     try:
-        ray.init(**options)
+        context = ray.init(**options)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         where = f"at {address}" if address else "on this machine"
         raise ConfigError(
@@ -88,7 +88,7 @@ def connect(config: elements.Config, bundles: list[EnvBundle]) -> Iterator[Any]:
             f"{type(error).__name__}: {error}"
         ) from error
     try:
-        _tell_connected(ray, bool(address))
+        _tell_connected(ray, context, bool(address))
         yield ray
     finally:
         ray.shutdown()
@@ -201,12 +201,12 @@ def _name(node: dict[str, Any]) -> str:
     return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
-def _tell_connected(ray: Any, joined: bool) -> None:
+def _tell_connected(ray: Any, context: Any, joined: bool) -> None:
     nodes = find_nodes(ray).values()
     total = show_resources(ray.cluster_resources())
     did = "Connected to Ray at" if joined else "Started Ray on this machine at"
     at = ray.get_runtime_context().gcs_address
-    log.info("%s %s: %d nodes with %s.", did, at, len(nodes), total)
-    url = ray._private.worker.get_dashboard_url() if hasattr(ray, "_private") else ""
-    if url:
-        log.info("Dashboard: http://%s", url)
+    count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
+    log.info("%s %s: %s with %s.", did, at, count, total)
+    if context.dashboard_url:
+        log.info("Dashboard: http://%s", context.dashboard_url)

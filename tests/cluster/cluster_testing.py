@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import os
 import pathlib
@@ -118,10 +117,8 @@ class LocalCluster:
         }
 
     def lives(self):
-        """Returns how many instances there were of each environment."""
-        return collections.Counter(
-            int(path.stem.split("-")[0]) for path in self.traces.glob("*.trace")
-        )
+        """Returns the traces of all environments that have acted, one for each life."""
+        return set(self.traces.glob("*.trace"))
 
     def wait_for_actions(self, driver, envs, since):
         """Waits until all environments have made steps; returns how long it took."""

@@ -4,6 +4,7 @@ import pathlib
 import re
 import shlex
 import subprocess
+import sys
 
 import pytest
 from ruamel.yaml import YAML
@@ -68,3 +69,30 @@ def test_the_skypilot_file_runs_it_once():
     done = subprocess.run(["bash", "-n"], input=task["run"], text=True)
     assert done.returncode == 0
     assert 'if [ "$SKYPILOT_NODE_RANK" = 0 ]' in task["run"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("ray_installed")
+def test_three_nodes_on_one_machine_as_documented(tmp_path):
+    document = (ROOT / "docs" / "parallel.md").read_text()
+    (line,) = re.findall(
+        r"^python (examples/cluster/three_nodes.py .*)$", document, re.M
+    )
+    script, program, *flags = shlex.split(line)
+    assert program == "dreamerv3"
+    # The same command, on a machine that has little time.
+    flags += ["--logdir", str(tmp_path / "run"), "--random_agent", "True"]
+    flags += ["--run.steps", "500", "--run.log_every", "1"]
+    command = [sys.executable, str(ROOT / script), sys.executable, "-m"]
+    done = subprocess.run(
+        [*command, "dreamerv3.main", *flags],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    shown = done.stdout + done.stderr
+    assert done.returncode == 0, shown
+    assert "Three nodes at 127.0.0.1:" in shown
+    assert "Ended well" in shown
+    assert (tmp_path / "run" / "ckpt" / "manifest.json").exists()
