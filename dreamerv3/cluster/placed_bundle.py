@@ -18,6 +18,7 @@ class Bundle:
       resources: that it needs.
       policy: how often it may be lost.
       actor: handle of the actor; None while there is none.
+      actors: how many were made so far.
       place: where that is; None until Ray has placed it.
       number: of the last start of its program.
       told: the last start that was told to stop.
@@ -30,6 +31,7 @@ class Bundle:
         self.resources = resources
         self.policy = RestartPolicy(restarts)
         self.actor: Any = None
+        self.actors = 0
         self.place: Place | None = None
         self.number = 0
         self.told = 0

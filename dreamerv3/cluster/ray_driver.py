@@ -195,13 +195,15 @@ class ClusterRun:
     # Both kinds of bundles.
 
     def _make_actor(self, bundle: Bundle, strategy: Any) -> Any:
+        bundle.actors += 1
         remote = self._ray.remote(BundleActor)
         actor = remote.options(
             **actor_options(bundle.resources),
             scheduling_strategy=strategy,
             max_concurrency=THREADS,
             max_restarts=0,  # It would lose its program; this process makes a new one.
-            name=f"{bundle.name} {self._keys.digest[:8]} {bundle.number}",
+            # Unique, since the one before, or that of another run, may have its name.
+            name=f"{bundle.name} {self._keys.digest[:8]} {bundle.actors}",
         ).remote(bundle.name)
         bundle.actor, bundle.place, bundle.running = actor, None, False
         bundle.began = time.monotonic()

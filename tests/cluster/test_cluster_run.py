@@ -75,7 +75,7 @@ def listening(mark):
         with contextlib.suppress(psutil.Error):
             for link in process.net_connections("tcp"):
                 if link.status == psutil.CONN_LISTEN:
-                    found.add(link.laddr.ip)
+                    found.add(link.laddr.ip.removeprefix("::ffff:"))
     return found
 
 

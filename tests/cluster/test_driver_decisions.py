@@ -183,6 +183,8 @@ def test_a_head_that_is_lost_again_and_again_ends_the_run(tmp_path):
         wait_until(lambda: len(run.ray.actors) == 2)
         run.call("head", "place").fail("Boom.\nModuleNotFoundError: no dreamerv3.")
         outcome = run.end()
+        # Ray refuses a name that an actor has which is not quite dead.
+        assert len({actor.options["name"] for actor in run.ray.actors}) == 2
         assert outcome.code == 1
         assert "--run.restarts.agent" in outcome.problems[0]
         assert outcome.problems[0].endswith("ModuleNotFoundError: no dreamerv3.")
