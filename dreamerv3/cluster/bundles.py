@@ -128,7 +128,7 @@ def check_room(
 
 
 def fits(needed: Resources, node: Mapping[str, float]) -> bool:
-    """Whether a node has, when it is empty, the resources of a bundle."""
+    """Tells whether an empty node has the resources of a bundle."""
     return all(node.get(name, 0.0) >= amount for name, amount in needed.items())
 
 
