@@ -67,6 +67,12 @@ def connect(config: elements.Config, bundles: list[EnvBundle]) -> Iterator[Any]:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     address = config.ray.address or os.environ.get(ADDRESS, "")
+    if "://" in address:
+        raise ConfigError(
+            f"ray.address: expected auto, or HOST:PORT of a cluster that this machine "
+            f"belongs to, got {address!r}. From elsewhere: `ray job submit -- "
+            "dreamerv3 --script ray ...`."
+        )
     if not address:
         for name, value in LOCAL_DEFAULTS.items():
             os.environ.setdefault(name, value)

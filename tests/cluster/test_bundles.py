@@ -287,3 +287,11 @@ def test_ray_is_an_extra(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"pip install 'dreamerv3-parallel\[ray\]'"):
         with ray_session.connect(load("--logdir", tmp_path), []):
             pass
+
+
+@pytest.mark.usefixtures("ray_installed")
+def test_a_driver_belongs_to_the_cluster(tmp_path):
+    config = load("--logdir", tmp_path, "--ray.address", "ray://10.0.0.1:10001")
+    with pytest.raises(ConfigError, match=r"got 'ray://.*ray job submit"):
+        with ray_session.connect(config, []):
+            pass
