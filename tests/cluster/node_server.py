@@ -7,13 +7,19 @@ Each is answered by a line. A program of its own, so that Ray stays out of the p
 of the tests and everything ends with the end of its input.
 """
 
+import functools
 import json
 import sys
+import time
 
+from ray._private import services
 from ray.cluster_utils import Cluster
+
+START_SECONDS = 150.0  # Ray itself gives a node 30, which a busy machine may need.
 
 
 def main():
+    services.get_node = functools.partial(get_node, services.get_node)
     cluster, nodes = Cluster(), []
     try:
         for line in sys.stdin:
@@ -32,6 +38,18 @@ def main():
             print(f"ANSWER {json.dumps(answer)}", flush=True)
     finally:
         cluster.shutdown()
+
+
+def get_node(ask, *arguments):
+    """Asks for a node that is starting until it is there."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            return ask(*arguments)
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def raylet(node):
