@@ -140,6 +140,8 @@ class BundleActor:
                 problems = [str(process.error)]
             return Outcome(code, tuple(problems))
         finally:
+            # Freed here, and not while Ray ends this worker, which would be a traceback.
+            self._process = None
             os.close(report)
 
     def stop(self, number: int) -> None:
