@@ -140,8 +140,8 @@ class BundleActor:
                 problems = [str(process.error)]
             return Outcome(code, tuple(problems))
         finally:
-            # Freed here, and not while Ray ends this worker, which would be a traceback.
-            self._process = None
+            with self._lock:
+                self._process = None  # Not freed while Ray ends this worker.
             os.close(report)
 
     def stop(self, number: int) -> None:
