@@ -46,8 +46,6 @@ class LocalCluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Loopback is loopback.
-            # A busy machine may need longer for a node to start.
-            "RAY_agent_register_timeout_ms": "120000",
             MARK: self.mark,
             TRACES: str(self.traces),
             "PYTHONPATH": import_path(),

@@ -7,26 +7,22 @@ Each is answered by a line. A program of its own, so that Ray stays out of the p
 of the tests and everything ends with the end of its input.
 """
 
-import functools
 import json
 import sys
-import time
 
-from ray._private import services
 from ray.cluster_utils import Cluster
 
-START_SECONDS = 150.0  # Ray itself gives a node 30, which a busy machine may need.
+ATTEMPTS = 4  # A node gives up whose helpers start slowly, as on a busy machine.
 
 
 def main():
-    services.get_node = functools.partial(get_node, services.get_node)
     cluster, nodes = Cluster(), []
     try:
         for line in sys.stdin:
             word, _, rest = line.partition(" ")
             if word == "add":
                 options = {"node_ip_address": "127.0.0.1", "include_dashboard": False}
-                nodes.append(cluster.add_node(**{**options, **json.loads(rest)}))
+                nodes.append(add_node(cluster, {**options, **json.loads(rest)}))
                 answer = {
                     "address": cluster.address,
                     "dashboard": cluster.webui_url,
@@ -40,16 +36,13 @@ def main():
         cluster.shutdown()
 
 
-def get_node(ask, *arguments):
-    """Asks for a node that is starting until it is there."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            return ask(*arguments)
-        except RuntimeError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
+def add_node(cluster, options, attempts=ATTEMPTS):
+    try:
+        return cluster.add_node(**options)
+    except Exception:  # Ray has no type of its own for it.
+        if attempts == 1:
+            raise
+    return add_node(cluster, options, attempts - 1)
 
 
 def raylet(node):
