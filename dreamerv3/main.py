@@ -8,9 +8,10 @@ so that help and errors come at once.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,57 +69,99 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    from dreamerv3.cli.config import ConfigError, load_config
+    from dreamerv3.cli.config import load_config
     from dreamerv3.cli.help_pages import help_text
-    from embodied import logger as loggers
-    from embodied.base import TaskError
-    from embodied.replay import ReplayMemoryError
 
-    try:
+    def start() -> None:
         topics = _help_topics(argv)
         if topics is not None:
             print(help_text(topics), end="")
-            return 0
-        if "--version" in argv:
+        elif "--version" in argv:
             from importlib import metadata
 
             print(f"dreamerv3 {metadata.version(PACKAGE)}")
-            return 0
-        return _run(load_config(argv), argv)
-    except ConfigError as error:
-        return _fail(error.problems)
-    except (TaskError, loggers.MissingPackageError) as error:
-        return _fail([str(error)])
-    except ReplayMemoryError as error:
-        flags = "The capacity is --replay.size, and bytes is --replay.bytes."
-        return _fail([f"{error} {flags}"])
+        else:
+            config = load_config(argv)
+            run_script(config, functools.partial(_find_script(config, argv), config))
+
+    return exit_code(start)
 
 
-def _run(config: elements.Config, argv: Sequence[str]) -> int:
+def exit_code(
+    program: Callable[[], None], show: Callable[[Sequence[str]], None] | None = None
+) -> int:
+    """Runs a program; prints why it fails, and returns the code that says so.
+
+    See `main` for the codes. Errors that are our own mistakes are raised.
+
+    Args:
+      program: to run.
+      show: gets what is printed, too.
+    """
+    try:
+        program()
+    except Exception as error:
+        problems, code = _explain(error)
+        if not problems:
+            raise
+        if show is not None:
+            show(problems)
+        return _fail(problems, code)
+    return 0
+
+
+def _explain(error: Exception) -> tuple[Sequence[str], int]:
+    """Returns what to print for an error that users can do something about."""
+    # Here, because a program that does not fail should not wait for them.
     from dreamerv3.cli import texts
-    from dreamerv3.cli.logdir import kept_config, limited_access
-    from dreamerv3.cli.scripts import SCRIPTS, RunError
+    from dreamerv3.cli.config import ConfigError
+    from dreamerv3.cli.scripts import RunError
+    from embodied.base import TaskError
     from embodied.checkpoint import CheckpointError
     from embodied.driver import EnvError
+    from embodied.logger import MissingPackageError
+    from embodied.replay import ReplayMemoryError
+
+    match error:
+        case ConfigError():
+            return error.problems, 2
+        case TaskError() | MissingPackageError():
+            return [str(error)], 2
+        case ReplayMemoryError():
+            flags = "The capacity is --replay.size, and bytes is --replay.bytes."
+            return [f"{error} {flags}"], 2
+        case CheckpointError():
+            return [str(error)], 1
+        case RunError():
+            return [str(error)], error.code
+        case EnvError():
+            code = 2 if error.kind in texts.MISTAKES else 1
+            return [texts.env_failure(error)], code
+    return [], 1
+
+
+def run_script(config: elements.Config, script: Callable[[], None]) -> None:
+    """Runs what a configuration asks for, with its access to files and messages."""
+    from dreamerv3.cli.logdir import kept_config, limited_access
     from embodied.run.console import show_messages
 
-    try:
-        access = limited_access(config.logdir_access)
-        with show_messages(), access, kept_config(config.logdir):
-            if config.script == "suite":  # It passes the arguments on to its runs.
-                from dreamerv3.suite.runner import run_suite
+    access = limited_access(config.logdir_access)
+    with show_messages(), access, kept_config(config.logdir):
+        script()
 
-                run_suite(config, argv)
-            else:
-                SCRIPTS[config.script](config)
-    except RunError as error:
-        return _fail([str(error)], error.code)
-    except CheckpointError as error:
-        return _fail([str(error)], code=1)
-    except EnvError as error:
-        code = 2 if error.kind in texts.MISTAKES else 1
-        return _fail([texts.env_failure(error)], code)
-    return 0
+
+def _find_script(config: elements.Config, argv: Sequence[str]) -> Callable[..., None]:
+    if config.script == "suite":  # It passes the arguments on to its runs.
+        from dreamerv3.suite.runner import run_suite
+
+        return functools.partial(run_suite, argv=argv)
+    if config.script == "ray":
+        from dreamerv3.cluster.ray_driver import run_ray
+
+        return run_ray
+    from dreamerv3.cli.scripts import SCRIPTS
+
+    return SCRIPTS[config.script]
 
 
 def _help_topics(argv: Sequence[str]) -> list[str] | None:
@@ -144,7 +187,7 @@ def _import_from_here() -> None:
         sys.path.insert(0, here)
 
 
-def _fail(problems: Sequence[str], code: int = 2) -> int:
+def _fail(problems: Sequence[str], code: int) -> int:
     for problem in problems:
         print(f"dreamerv3: {problem}", file=sys.stderr)
     return code

@@ -58,6 +58,11 @@ def test_making_an_env_imports_no_agent_and_no_transport():
     assert loaded.isdisjoint(HEAVY)
 
 
+def test_the_driver_of_a_cluster_takes_no_accelerator_and_needs_no_ray():
+    loaded = loaded_by("import dreamerv3.cluster.ray_driver")
+    assert loaded.isdisjoint(("jax", "ray", "gymnasium"))
+
+
 def test_a_module_of_the_list_is_seen_once_it_is_imported():
     assert "gymnasium" in loaded_by("import embodied.envs.from_gym")
 

@@ -5,11 +5,12 @@ In the main process.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
 from dreamerv3.cli.config import ConfigError
-from dreamerv3.cli.schema import Key, block_names, nearest, read_keys
+from dreamerv3.cli.schema import CONFIGS, Key, nearest, read_keys
 from embodied.envs import registry
 
 USAGE = """\
@@ -124,7 +125,9 @@ def _groups() -> list[str]:
 
 
 def _blocks(width: int) -> list[str]:
-    return ["Blocks for --configs", _wrapped(", ".join(block_names()), 2, width)]
+    text = CONFIGS.read_text(encoding="utf-8")
+    names = [x for x in re.findall(r"^(\w+):", text, re.MULTILINE) if x != "defaults"]
+    return ["Blocks for --configs", _wrapped(", ".join(names), 2, width)]
 
 
 def _suites(width: int) -> Iterator[str]:

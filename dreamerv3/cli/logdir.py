@@ -12,6 +12,7 @@ import fcntl
 import os
 import pathlib
 import socket
+import time
 from collections.abc import Iterator
 
 import elements
@@ -21,6 +22,7 @@ from dreamerv3.cli.schema import ENV_SCRIPTS, OWNING_SCRIPTS
 from dreamerv3.cli.task_origin import sign_task
 
 LOCK = ".lock"
+LOCK_SECONDS = 0.5  # Between two questions whether it is free.
 MANIFEST = pathlib.Path("ckpt", "manifest.json")
 # What others may not do with files of a run, by `logdir_access`.
 MASKS = {"user": 0o077, "group": 0o027, "umask": 0o000}
@@ -141,6 +143,22 @@ def claim(logdir: pathlib.Path) -> None:
     os.truncate(lock, 0)
     os.write(lock, f"process {os.getpid()} of {socket.gethostname()}".encode())
     _claimed[logdir] = lock
+
+
+def wait_until_free(logdir: pathlib.Path, seconds: float) -> None:
+    """Waits until no program holds a logdir, or for so many seconds.
+
+    The lock of a machine that is lost goes when the file server gives it up.
+    """
+    deadline = time.monotonic() + seconds
+    while (logdir / LOCK).exists() and time.monotonic() < deadline:
+        try:
+            os.close(_lock(logdir))
+            return
+        except NotImplementedError:
+            return
+        except LogdirInUse:
+            time.sleep(LOCK_SECONDS)  # Locks that others hold can only be asked for.
 
 
 def _lock(logdir: pathlib.Path) -> int:

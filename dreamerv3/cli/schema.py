@@ -30,7 +30,7 @@ ENV_SCRIPTS = ("parallel_env", "parallel_envs")  # Run on hosts that only step e
 # Of which a logdir has one at a time.
 OWNING_SCRIPTS = (
     *("train", "train_eval", "rollout", "parallel", "parallel_agent"),
-    "import_checkpoint",
+    *("import_checkpoint", "ray"),
 )
 
 # Which addresses a program shares with roles that were started elsewhere.
@@ -111,12 +111,6 @@ def read_keys() -> dict[str, Key]:
             keys[full] = Key(full, default or "", comment, rule)
         comment = ""
     return keys
-
-
-def block_names() -> list[str]:
-    """Returns the names of the blocks for `--configs`."""
-    found = re.findall(r"^(\w+):", CONFIGS.read_text(encoding="utf-8"), re.MULTILINE)
-    return [name for name in found if name != "defaults"]
 
 
 def parse_rule(text: str) -> Rule:
@@ -207,6 +201,8 @@ def _is_mesh(value: str) -> bool:
 _PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
 _HOST = r"([^\s:\[\]]+|\[[0-9a-fA-F:.]+\])"
 
+_RESOURCE = re.compile(r"[A-Za-z_][\w.:-]*=(\d+|\d*\.\d+)")
+
 _COUNT_OR_AUTO = Rule(
     "auto, or a whole number of at least 1",
     lambda value: value == "auto" or value >= 1,
@@ -224,6 +220,10 @@ KINDS = {
     "coordinator": _matching("HOST:PORT, or empty", rf"({_HOST}:{_PORT})?"),
     "count": _COUNT_OR_AUTO,
     "names": Rule("names", lambda value: all(name.strip() for name in value)),
+    "resources": Rule(
+        "auto, or names with amounts, such as CPU=2 GPU=1",
+        lambda value: value == ("auto",) or all(map(_RESOURCE.fullmatch, value)),
+    ),
     "mesh": Rule("three sizes such as -1,1,1 of which at most one is -1", _is_mesh),
     "devices": Rule(
         "different indices of at least 0",

@@ -11,7 +11,7 @@ import functools
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import elements
@@ -61,12 +61,13 @@ Make = Callable[..., Any]
 class RunError(RuntimeError):
     """A run has failed; the message says which role, and where.
 
-    Attributes:
+    Args:
+      text: the message.
       code: exit code of the program.
     """
 
-    def __init__(self, message: str, code: int = 1):
-        super().__init__(message)
+    def __init__(self, text: str, code: int = 1):
+        super().__init__(text)
         self.code = code
 
 
@@ -149,8 +150,18 @@ def run_host_command(config: elements.Config) -> None:
     host_command.run_host_command(config)
 
 
-def run_parallel(config: elements.Config, make: MakeEnv = make_env) -> None:
-    """Trains with all roles, on this machine unless some run elsewhere."""
+def run_parallel(
+    config: elements.Config,
+    make: MakeEnv = make_env,
+    host: Mapping[str, Any] | None = None,
+) -> None:
+    """Trains with all roles, on this machine unless some run elsewhere.
+
+    Args:
+      config: of the run, which the logdir keeps.
+      make: makes environments.
+      host: keys of the `run` block that hold for this start alone, such as addresses.
+    """
     from embodied.run import parallel
 
     check_logdir(config)
@@ -164,7 +175,7 @@ def run_parallel(config: elements.Config, make: MakeEnv = make_env) -> None:
         parallel.combined(
             functools.partial(make_agent, config, spaces),
             *_factories(config, make),
-            make_args(config),
+            make_args(config).update(host or {}),
         )
     print(texts.parallel_summary(config, time.monotonic() - begin))
 
@@ -382,10 +393,10 @@ def _clear_errors() -> Iterator[None]:
 
 def _with_clear_errors(script: Script) -> Script:
     @functools.wraps(script)
-    def run(config: elements.Config, *more: Any) -> None:
+    def run(config: elements.Config, *more: Any, **named: Any) -> None:
         with _clear_errors():
             _check_address(config)
-            script(config, *more)
+            script(config, *more, **named)
 
     return run
 

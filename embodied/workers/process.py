@@ -101,6 +101,10 @@ class Process(Worker):
             self._popen = popen
             self._call = None
 
+    def terminate(self) -> None:
+        """Sends SIGTERM, unless the process is over, and does not wait."""
+        self._signal(signal.SIGTERM)
+
     def kill(self, timeout: float = 1.0) -> bool:
         """Sends SIGTERM, then SIGKILL to the whole group after `timeout` seconds.
 

@@ -145,6 +145,14 @@ CONTRACT = {
         "mps": "auto",
         "table_only": False,
     },
+    "ray": {
+        "address": "",
+        "envs_per_bundle": 8,
+        "head_resources": ("auto",),
+        "env_resources": ("auto",),
+        "trusted_network": False,
+        "dashboard": True,
+    },
     "plot": {"runs": ("none",), "out": "", "metric": "episode/score"},
     "logger": {
         "outputs": ("jsonl", "tensorboard", "terminal"),

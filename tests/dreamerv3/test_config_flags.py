@@ -57,6 +57,11 @@ class TestFlags:
                 "logger.outputs",
                 ("jsonl", "terminal"),
             ),
+            (
+                ["--ray.head_resources", "CPU=2", "GPU=1"],
+                "ray.head_resources",
+                ("CPU=2", "GPU=1"),
+            ),
             (["--method=--odd=name"], "method", "--odd=name"),
             (["--logger.user="], "logger.user", ""),
             (["--clock_port", "5000"], "clock_port", "5000"),
@@ -294,6 +299,8 @@ def valid_values(key, default):
         return st.sampled_from([("all",), ("dummy_disc", "bsuite_mnist/0")])
     elif key == "plot.runs":
         return st.sampled_from([("none",), ("one run", "runs/*")])
+    elif key in ("ray.head_resources", "ray.env_resources"):
+        return st.sampled_from([("auto",), ("CPU=2", "GPU=1"), ("my.tpu:v4=0.5",)])
     elif isinstance(default, tuple):
         return st.lists(st.sampled_from(rule.names), min_size=1, unique=True).map(tuple)
     elif rule and rule.names:

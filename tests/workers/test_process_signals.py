@@ -36,6 +36,26 @@ class TestStopping:
         assert line.receive() == "cleaned"
         assert (process.exitcode, process.error) == (-signal.SIGTERM, None)
 
+    def test_terminate_does_not_wait_for_the_end(self, line):
+        def work(fd):
+            import os
+            import threading
+
+            try:
+                os.write(fd, b"ready\n")
+                threading.Event().wait()
+            finally:
+                os.read(fd, 1)
+
+        with Process(work, line.fd, fds=[line.fd]) as process:
+            assert line.receive() == "ready"
+            process.terminate()
+            assert process.running
+            line.send("go")
+            assert process.join(WAIT)
+            assert (process.exitcode, process.error) == (-signal.SIGTERM, None)
+            process.terminate()  # Its number may be another one's by now.
+
     def test_a_second_sigterm_does_not_interrupt_the_cleanup(self, line):
         def work(fd):
             import os

@@ -1,0 +1,6 @@
+"""Runs on the nodes of a Ray cluster: `--script ray`.
+
+`ray_driver` places the programs of a run on nodes and starts them again elsewhere when
+nodes are lost; `bundle_actor` runs one of them; `bundles` works out what is needed.
+Nothing here imports JAX: the driver must not take an accelerator.
+"""

@@ -1,0 +1,207 @@
+"""The Ray actor of a bundle: runs its program on the node that Ray has chosen.
+
+In a worker process of Ray. What the program prints goes to the file of this worker,
+where Ray's dashboard and the driver show it under the name of the bundle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import elements
+import psutil
+
+from dreamerv3.cluster.bundle_programs import BundleProgram, read_problems, run_bundle
+from dreamerv3.cluster.run_keys import digest, private_keyfile
+from embodied.rpc import Keys
+from embodied.workers import Process
+
+THREADS = 4  # Of an actor: one runs the program while another one stops it.
+# Below the ports that systems choose for outgoing connections, of which Ray has many.
+PORTS = range(20000, 32000)
+METRICS_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an actor is.
+
+    Attributes:
+      node: Ray's id of the node.
+      host: name of the machine.
+      address: IP address of the node.
+      ports: that nobody uses there, for the servers of a head.
+      sees_keys: whether the run's key file is there, and so the run's logdir.
+    """
+
+    node: str
+    host: str
+    address: str
+    ports: tuple[int, ...]
+    sees_keys: bool
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The end of a program.
+
+    Attributes:
+      code: its exit code, or minus the signal that ended it.
+      problems: what it has printed of a failure.
+    """
+
+    code: int
+    problems: tuple[str, ...] = ()
+
+
+class BundleActor:
+    """Runs the program of a bundle, one start at a time.
+
+    Threads of Ray call the methods; `_lock` guards the fields.
+
+    Args:
+      name: of the bundle.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._lock = threading.Lock()
+        self._process: Process | None = None
+        self._number = 0  # Of the start that is running.
+        self._stopped = 0  # The last start that is to stop.
+
+    def __repr__(self) -> str:
+        return self._name  # Ray puts it before every line.
+
+    def place(self, keyfile: str, expected: str, ports: int = 0) -> Place:
+        """Returns where this actor is.
+
+        Args:
+          keyfile: path of the run's key file.
+          expected: its digest.
+          ports: how many to choose.
+        """
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        return Place(
+            node=ray.get_runtime_context().get_node_id(),
+            host=socket.gethostname(),
+            address=address,
+            ports=free_ports(address, ports),
+            sees_keys=digest(keyfile) == expected,
+        )
+
+    def run(
+        self,
+        number: int,
+        program: BundleProgram,
+        config: elements.Config,
+        host: Mapping[str, Any],
+        keys: Keys | None,
+    ) -> Outcome:
+        """Runs a program to its end.
+
+        Args:
+          number: of this start, one more than that of the start before.
+          program: of this bundle.
+          config: of the run.
+          host: keys of its `run` block that hold for this start.
+          keys: of the run, if this node does not see `host["keyfile"]`.
+        """
+        report = os.memfd_create("report")
+        try:
+            with private_keyfile(keys, host["keyfile"]) as keyfile:
+                host = {**host, "keyfile": keyfile}
+                call = (program, config, host, report)
+                process = Process(run_bundle, *call, name=self._name, fds=[report])
+                with self._lock:
+                    if self._stopped >= number:
+                        return Outcome(-signal.SIGTERM)
+                    process.start()
+                    self._process, self._number = process, number
+                with self._metrics(process):
+                    process.join()
+            code = process.exitcode
+            assert code is not None
+            problems = read_problems(report)
+            if process.error is not None and not problems and code > 0:
+                problems = [str(process.error)]
+            return Outcome(code, tuple(problems))
+        finally:
+            with self._lock:
+                self._process = None  # Not freed while Ray ends this worker.
+            os.close(report)
+
+    def stop(self, number: int) -> None:
+        """Tells a start to save and leave; also one that is still to come."""
+        with self._lock:
+            self._stopped = max(self._stopped, number)
+            process = self._process if self._number == number else None
+        if process is not None:
+            process.terminate()
+
+    @contextlib.contextmanager
+    def _metrics(self, process: Process) -> Iterator[None]:
+        """Tells Ray what the program uses, which Ray knows of this process alone."""
+        left = threading.Event()
+        arguments = (process.pid, self._name, left)
+        thread = threading.Thread(target=_report_usage, args=arguments, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            left.set()
+            thread.join()
+
+
+def free_ports(address: str, count: int) -> tuple[int, ...]:
+    """Returns different ports of an address that nobody listens at."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        if len(found) == count:
+            break
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            found.append(port)
+    return tuple(found)
+
+
+def _report_usage(pid: int, name: str, left: threading.Event) -> None:
+    gauges: list[Any] = []
+    known: dict[int, psutil.Process] = {}
+    while not left.wait(METRICS_SECONDS):
+        gauges = gauges or _make_gauges()
+        cores, memory = 0.0, 0.0
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(pid)
+            family = [root, *root.children(recursive=True)]
+            # The use of cores is that since the last question to the same object.
+            known = {x.pid: known.get(x.pid, x) for x in family}
+            for process in known.values():
+                with contextlib.suppress(psutil.Error, OSError):
+                    cores += process.cpu_percent() / 100
+                    memory += process.memory_info().rss
+        for gauge, value in zip(gauges, (cores, memory)):
+            gauge.set(value, {"bundle": name})
+
+
+def _make_gauges() -> list[Any]:
+    from ray.util.metrics import Gauge
+
+    return [
+        Gauge("dreamerv3_cores", "Cores that a bundle uses.", ("bundle",)),
+        Gauge("dreamerv3_memory_bytes", "Memory that a bundle uses.", ("bundle",)),
+    ]

@@ -1,0 +1,150 @@
+"""Bundles of a run: which environments and resources go together. Driver.
+
+A bundle is what one node holds as a whole. The head bundle has agent, replay and
+logger; each env bundle has some environments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import elements
+
+from dreamerv3.cli.config import ConfigError
+
+AUTO = ("auto",)
+HEAD_CORES = 3.0  # One each for agent, replay and logger.
+ENV_RESOURCES = {"CPU": 1.0}
+# Ray's names of accelerators, by `jax.platform`.
+ACCELERATORS = {"cuda": "GPU", "tpu": "TPU"}
+
+Resources = dict[str, float]  # Amounts by Ray's names.
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvBundle:
+    """Environments that one node steps.
+
+    Attributes:
+      offset: id of the first.
+      envs: how many train.
+      eval_envs: how many evaluate; their ids follow.
+      resources: that they need.
+    """
+
+    offset: int
+    envs: int
+    eval_envs: int
+    resources: Resources
+
+    @property
+    def name(self) -> str:
+        """Name in messages, in the dashboard and of the lines that it prints."""
+        last = self.offset + self.envs + self.eval_envs - 1
+        return f"env {last}" if last == self.offset else f"envs {self.offset} to {last}"
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Keys of the `run` block that tell its program which environments to step."""
+        return {
+            "env_offset": self.offset,
+            "envs": self.envs,
+            "eval_envs": self.eval_envs,
+        }
+
+
+def make_env_bundles(config: elements.Config) -> list[EnvBundle]:
+    """Distributes the environments of a run over as few bundles as hold them.
+
+    Every bundle has some that train, since a program needs one, and its share of those
+    that evaluate, so that the loss of a node does not end the evaluation.
+    """
+    envs, eval_envs = config.run.envs, config.run.eval_envs
+    most = config.ray.envs_per_bundle
+    count = min(envs, -(-(envs + eval_envs) // most))
+    each = dict(ENV_RESOURCES)
+    if tuple(config.ray.env_resources) != AUTO:
+        each = parse_resources(config.ray.env_resources)
+    bundles: list[EnvBundle] = []
+    offset = 0
+    for index in range(count):
+        # The first ones have a training env more, the last ones one that evaluates.
+        train = envs // count + (index < envs % count)
+        evaluate = eval_envs // count + (count - index <= eval_envs % count)
+        total = train + evaluate
+        resources = {name: total * amount for name, amount in each.items()}
+        bundles.append(EnvBundle(offset, train, evaluate, resources))
+        offset += total
+    return bundles
+
+
+def head_resources(config: elements.Config, cluster: Mapping[str, float]) -> Resources:
+    """Returns what the head bundle needs: as it is set, or the run's accelerators.
+
+    Args:
+      config: of the run.
+      cluster: resources of all nodes together, which decide with `jax.platform auto`.
+    """
+    if tuple(config.ray.head_resources) != AUTO:
+        return parse_resources(config.ray.head_resources)
+    devices = 1 + max(*config.jax.train_devices, *config.jax.policy_devices)
+    kind = ACCELERATORS.get(config.jax.platform, "")
+    if config.jax.platform == "auto":
+        kind = next((name for name in ACCELERATORS.values() if cluster.get(name)), "")
+    if config.random_agent:
+        kind = ""
+    return {"CPU": HEAD_CORES, **({kind: float(devices)} if kind else {})}
+
+
+def parse_resources(pairs: Iterable[str]) -> Resources:
+    """Returns amounts by name of texts such as CPU=2; checked by the configuration."""
+    found: Resources = {}
+    for pair in pairs:
+        name, _, amount = pair.partition("=")
+        found[name] = float(amount)
+    return found
+
+
+def check_room(
+    needed: Resources, nodes: Iterable[Mapping[str, float]], key: str, what: str
+) -> None:
+    """Raises ConfigError if no node could hold a bundle even if it was empty.
+
+    Args:
+      needed: resources of the bundle.
+      nodes: all resources of each node.
+      key: that sets them.
+      what: the name of the bundle.
+    """
+    nodes = list(nodes)
+    if not any(fits(needed, node) for node in nodes):
+        best = "; ".join(sorted({show_resources(node) for node in nodes}))
+        raise ConfigError(
+            f"{key}: expected a node with room for the {what} "
+            f"({show_resources(needed)}), got nodes with {best or 'nothing'}. Name "
+            f"what a node has: --{key} CPU=1."
+        )
+
+
+def fits(needed: Resources, node: Mapping[str, float]) -> bool:
+    """Tells whether an empty node has the resources of a bundle."""
+    return all(node.get(name, 0.0) >= amount for name, amount in needed.items())
+
+
+def show_resources(resources: Mapping[str, float]) -> str:
+    """Returns resources as they are written in flags, without Ray's own bookkeeping."""
+    own = ("memory", "object_store_memory")
+    shown = [
+        f"{name}={amount:g}"
+        for name, amount in sorted(resources.items())
+        if name not in own and not name.startswith("node:")
+    ]
+    return " ".join(shown) or "nothing"
+
+
+def actor_options(resources: Resources) -> dict[str, object]:
+    """Returns resources as options of a Ray actor, which has names for some of them."""
+    rest = dict(resources)
+    cpus, gpus = rest.pop("CPU", 0.0), rest.pop("GPU", 0.0)
+    return {"num_cpus": cpus, "num_gpus": gpus, "resources": rest}

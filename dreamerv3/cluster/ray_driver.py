@@ -1,0 +1,459 @@
+"""The program `--script ray`: runs a run on the nodes of a cluster. Driver process.
+
+    head     agent, replay, logger; on a node with the run's accelerators
+    envs     one bundle of environments each, spread over the nodes
+
+Ray decides where; this process decides what: it starts the head, tells the env bundles
+its address, starts again what is lost, and ends with the exit code of the head.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import pathlib
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import elements
+
+from dreamerv3.cli.config import ConfigError
+from dreamerv3.cli.factories import check_outputs
+from dreamerv3.cli.logdir import check_logdir
+from dreamerv3.cli.scripts import RunError
+from dreamerv3.cluster import ray_session
+from dreamerv3.cluster.bundle_actor import THREADS, BundleActor, Outcome, Place
+from dreamerv3.cluster.bundle_programs import run_env_bundle, run_head
+from dreamerv3.cluster.bundles import (
+    EnvBundle,
+    Resources,
+    actor_options,
+    head_resources,
+    make_env_bundles,
+    show_resources,
+)
+from dreamerv3.cluster.placed_bundle import Bundle
+from dreamerv3.cluster.run_keys import RunKeys, make_keys
+from embodied.run.console import SAVING, stop_on_signals
+
+HEAD = "head"
+HEAD_PORTS = ("actor_addr", "logger_addr")  # Served to other nodes.
+# Seconds for the lock of a head that was lost: NFS servers give it up after 90.
+LOCK_PATIENCE = 120.0
+ROOM_SECONDS = 10.0  # After which it is said that a bundle waits for room.
+LEAVE_SECONDS = 15.0  # For env bundles to end after the head.
+
+log = logging.getLogger("embodied.cluster")
+
+
+def run_ray(config: elements.Config) -> None:
+    """Trains on the nodes of a cluster.
+
+    Raises:
+      ConfigError: the cluster or the configuration cannot be used.
+      RunError: the run has failed; with the exit code of the head.
+    """
+    if config.replicas > 1:
+        raise ConfigError(
+            f"replicas: expected 1 for --script ray, got {config.replicas}."
+        )
+    config = _with_whole_paths(config)
+    check_logdir(config)
+    check_outputs(config)
+    bundles = make_env_bundles(config)
+    logdir = pathlib.Path(config.logdir)
+    logdir.mkdir(parents=True, exist_ok=True)
+    keys = make_keys(logdir, config.run.keyfile, config.ray.trusted_network, os.environ)
+    begin = time.monotonic()
+    with ray_session.connect(config, bundles) as ray, keys as found:
+        needed = head_resources(config, ray.cluster_resources())
+        ray_session.check_nodes(ray, config, found, needed)
+        ray_session.check_job_stop(config.run.stop_timeout)
+        with stop_on_signals(SAVING) as stop:
+            outcome = ClusterRun(ray, config, found, needed, bundles).run(stop)
+    if outcome.code:
+        reason = "\n".join(outcome.problems) or "The head says why, above."
+        raise RunError(reason, outcome.code)
+    log.info("Ended well after %.0f s: %s", time.monotonic() - begin, logdir)
+
+
+def _with_whole_paths(config: elements.Config) -> elements.Config:
+    """Returns the configuration with paths that mean the same in other folders."""
+    keys = [
+        "logdir",
+        *(key for key in ("run.keyfile", "run.from_checkpoint") if config.flat[key]),
+    ]
+    return config.update(
+        {key: os.path.abspath(os.path.expanduser(config.flat[key])) for key in keys}
+    )
+
+
+class ClusterRun:
+    """A run on a cluster, from the start of its head to the end of its bundles.
+
+    Everything happens in the thread that calls `run`. Threads of Ray, and one that
+    waits for the stop, only put what it is to do next into `_events`.
+
+    Args:
+      ray: the module, connected.
+      config: of the run.
+      keys: of the run.
+      needed: resources of the head.
+      bundles: of environments.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        config: elements.Config,
+        keys: RunKeys,
+        needed: Resources,
+        bundles: list[EnvBundle],
+    ):
+        self._ray = ray
+        self._config = config
+        self._keys = keys
+        restarts = config.run.restarts
+        self._head = Bundle(HEAD, needed, restarts.agent)
+        self._envs = {
+            Bundle(bundle.name, bundle.resources, restarts.env): bundle
+            for bundle in bundles
+        }
+        self._group: Any = None  # Of the head.
+        self._addresses: dict[str, str] = {}  # Of the head that is running.
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._stopping = False
+        self._failure: Outcome | None = None  # Of an env bundle that ends the run.
+        self._outcome: Outcome | None = None
+
+    def run(self, stop: threading.Event) -> Outcome:
+        """Runs until the head ends; `stop` tells it to save and leave."""
+        threading.Thread(
+            target=self._follow, args=(stop,), name="follow stop", daemon=True
+        ).start()
+        try:
+            self._start_head()
+            while self._outcome is None:
+                self._step()
+            self._leave()
+            return self._outcome
+        finally:
+            stop.set()  # Ends the thread.
+            self._end_actors()
+
+    # The loop.
+
+    def _follow(self, stop: threading.Event) -> None:
+        stop.wait()
+        self._events.put(self._stop)
+
+    def _step(self, until: float = math.inf) -> bool:
+        """Waits for the next event and handles it; False if `until` comes before."""
+        due = min((when for when, _ in self._later), default=math.inf)
+        wait = min(due, until) - time.monotonic()
+        try:
+            # Longer waits than this overflow.
+            event = self._events.get(timeout=max(0.0, min(wait, 3600.0)))
+        except queue.Empty:
+            now = time.monotonic()
+            ready = [item for item in self._later if item[0] <= now]
+            self._later = [item for item in self._later if item[0] > now]
+            for _, action in ready:
+                action()
+            return now < until
+        event()
+        return True
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        self._later.append((time.monotonic() + seconds, action))
+
+    def _watch(self, ref: Any, bundle: Bundle, handle: Callable[..., None]) -> None:
+        """Has `handle(bundle, result, error)` called with what an actor returns.
+
+        Not if the bundle has another actor by then.
+        """
+        actor = bundle.actor
+
+        def finish(future: Any) -> None:
+            error = future.exception()
+            result = None if error else future.result()
+            if bundle.actor is actor:
+                handle(bundle, result, error)
+
+        def on_done(future: Any) -> None:
+            self._events.put(functools.partial(finish, future))
+
+        ref.future().add_done_callback(on_done)
+
+    # Both kinds of bundles.
+
+    def _make_actor(self, bundle: Bundle, strategy: Any) -> Any:
+        bundle.actors += 1
+        remote = self._ray.remote(BundleActor)
+        actor = remote.options(
+            **actor_options(bundle.resources),
+            scheduling_strategy=strategy,
+            max_concurrency=THREADS,
+            max_restarts=0,  # It would lose its program; this process makes a new one.
+            # Unique, since the one before, or that of another run, may have its name.
+            name=f"{bundle.name} {self._keys.digest[:8]} {bundle.actors}",
+        ).remote(bundle.name)
+        bundle.actor, bundle.place, bundle.running = actor, None, False
+        bundle.began = time.monotonic()
+        self._after(ROOM_SECONDS, functools.partial(self._tell_wait, actor))
+        return actor
+
+    def _tell_wait(self, actor: Any) -> None:
+        """Says which bundle has waited for room since its actor was made."""
+        for bundle in (self._head, *self._envs):
+            if bundle.actor is actor and bundle.place is None and not self._stopping:
+                acting = sum(x.envs for b, x in self._envs.items() if b.running)
+                log.info(
+                    "%s: waiting for a node with %s. %d of %d training environments "
+                    "have one.",
+                    *(bundle.title, show_resources(bundle.resources)),
+                    *(acting, self._config.run.envs),
+                )
+
+    def _drop_actor(self, bundle: Bundle) -> None:
+        """Forgets an actor; one that is lost to this process may still be there."""
+        if bundle.actor is not None:
+            self._ray.kill(bundle.actor)
+        bundle.actor, bundle.place, bundle.running = None, None, False
+
+    def _start(self, bundle: Bundle, program: Any, host: dict[str, Any]) -> None:
+        """Starts the program of a bundle that has a place.
+
+        Raises:
+          ConfigError: its node cannot get the keys of the run.
+        """
+        assert bundle.place is not None
+        place = bundle.place
+        sent = self._keys.for_node(place.sees_keys, str(place), self._config.logdir)
+        bundle.number += 1
+        bundle.running, bundle.began = True, time.monotonic()
+        host = {"keyfile": self._keys.path, **host}
+        call = (bundle.number, program, self._config, host, sent)
+        ref = bundle.actor.run.remote(*call)
+        ended = self._head_ended if bundle is self._head else self._env_ended
+        self._watch(ref, bundle, ended)
+
+    def _stop_program(self, bundle: Bundle) -> None:
+        if bundle.running:
+            bundle.told = bundle.number
+            bundle.actor.stop.remote(bundle.number)
+
+    # The head.
+
+    def _start_head(self) -> None:
+        if self._stopping:
+            return
+        util = self._ray.util
+        # One group, so that heads which train together get their nodes together.
+        self._group = util.placement_group(
+            [self._head.resources], strategy="STRICT_SPREAD"
+        )
+        strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=0
+        )
+        actor = self._make_actor(self._head, strategy)
+        ref = actor.place.remote(self._keys.path, self._keys.digest, len(HEAD_PORTS))
+        self._watch(ref, self._head, self._head_placed)
+
+    def _head_placed(self, head: Bundle, place: Place, error: Any) -> None:
+        if error is not None:
+            self._head_lost(error)
+            return
+        if self._stopping:
+            return
+        again = head.number > 0
+        head.place = place
+        if again and not place.sees_keys:
+            self._finish(
+                1,
+                f"The head cannot go on at {place}, which does not see "
+                f"{self._config.logdir}. Start the run again where its logdir is.",
+            )
+            return
+        log.info("Head: on %s%s.", place, ", from the newest checkpoint" * again)
+        address = f"[{place.address}]" if ":" in place.address else place.address
+        self._addresses = {
+            key: f"{address}:{port}" for key, port in zip(HEAD_PORTS, place.ports)
+        }
+        patience = LOCK_PATIENCE if again else 0.0
+        program = functools.partial(run_head, patience=patience)
+        try:
+            self._start(head, program, {"remote_envs": True, **self._addresses})
+        except ConfigError as error:
+            self._finish(2, str(error))
+            return
+        for bundle in self._envs:
+            if bundle.actor is None:
+                self._start_envs(bundle)
+            elif bundle.place is not None and not bundle.running:
+                self._run_envs(bundle)
+
+    def _head_ended(self, head: Bundle, outcome: Outcome, error: Any) -> None:
+        head.running = False
+        if error is not None:
+            self._head_lost(error)
+        elif outcome.code == 0:
+            self._outcome = self._failure or outcome
+        elif self._stopping and outcome.code == -signal.SIGTERM:
+            # It was told before it had begun: there was nothing to save.
+            self._outcome = self._failure or Outcome(0)
+        elif outcome.code < 0:
+            self._head_lost(f"its program was killed by signal {-outcome.code}")
+        else:
+            self._outcome = outcome
+
+    def _head_lost(self, reason: Any) -> None:
+        """Starts the head again on another node, or here if there is room."""
+        head = self._head
+        self._addresses = {}
+        self._drop_head()
+        for bundle in self._envs:
+            self._stop_program(bundle)
+        if self._stopping:
+            self._finish(
+                1,
+                f"The head was lost before it was saved ({explain_loss(reason)}). The "
+                "checkpoint before stands.",
+            )
+            return
+        delay = head.delay()
+        if delay is None:
+            text = explain_loss(reason)
+            self._finish(1, f"{head.too_often('run.restarts.agent')} Last: {text}.")
+            return
+        log.warning("Head: lost (%s). It is started again.", explain_loss(reason))
+        self._after(delay, self._start_head)
+
+    def _drop_head(self) -> None:
+        self._drop_actor(self._head)
+        if self._group is not None:
+            self._ray.util.remove_placement_group(self._group)
+            self._group = None
+
+    # Env bundles.
+
+    def _start_envs(self, bundle: Bundle) -> None:
+        """Asks for an actor, which Ray makes as soon as there is room for it."""
+        if self._stopping or bundle.actor is not None:
+            return
+        actor = self._make_actor(bundle, "SPREAD")
+        ref = actor.place.remote(self._keys.path, self._keys.digest)
+        self._watch(ref, bundle, self._envs_placed)
+
+    def _envs_placed(self, bundle: Bundle, place: Place, error: Any) -> None:
+        if error is not None:
+            self._envs_lost(bundle, error)
+            return
+        bundle.place = place
+        log.info("%s: on %s.", bundle.title, place)
+        self._run_envs(bundle)
+
+    def _run_envs(self, bundle: Bundle) -> None:
+        ready = bundle.place is not None and not bundle.running
+        if ready and self._addresses and not self._stopping:
+            host = {**self._envs[bundle].host, **self._addresses}
+            try:
+                self._start(bundle, run_env_bundle, host)
+            except ConfigError as error:
+                self._give_up(Outcome(2, error.problems))
+
+    def _env_ended(self, bundle: Bundle, outcome: Outcome, error: Any) -> None:
+        bundle.running = False
+        if error is not None:
+            self._envs_lost(bundle, error)
+        elif bundle.told == bundle.number:
+            self._run_envs(bundle)  # If there is a new head by now; else that does it.
+        elif outcome.code == 0:
+            # It has heard that the run is over, which this process hears next.
+            self._after(ROOM_SECONDS, functools.partial(self._run_envs, bundle))
+        else:
+            self._envs_failed(bundle, outcome)
+
+    def _envs_lost(self, bundle: Bundle, reason: Any) -> None:
+        self._drop_actor(bundle)
+        if self._stopping:
+            return
+        delay = bundle.delay()
+        text = explain_loss(reason)
+        if delay is None:
+            self._give_up(Outcome(1, (bundle.too_often("run.restarts.env"), text)))
+            return
+        log.warning(
+            "%s: lost (%s). They start again where there is room; the run goes on "
+            "without them.",
+            *(bundle.title, text),
+        )
+        self._after(delay, functools.partial(self._start_envs, bundle))
+
+    def _envs_failed(self, bundle: Bundle, outcome: Outcome) -> None:
+        delay = bundle.delay()
+        if delay is None:
+            why = bundle.too_often("run.restarts.env")
+            self._give_up(Outcome(outcome.code, (why, *outcome.problems)))
+            return
+        why = " ".join(outcome.problems) or f"exit code {outcome.code}"
+        log.warning("%s: started again, after: %s", bundle.title, why)
+        self._after(delay, functools.partial(self._run_envs, bundle))
+
+    def _give_up(self, failure: Outcome) -> None:
+        """Ends the run, saved, for environments that cannot be stepped."""
+        log.warning("%s Saving before the end ...", failure.problems[0])
+        self._failure = failure
+        self._stop()
+
+    # The end.
+
+    def _stop(self) -> None:
+        """Tells the head to save and leave."""
+        if self._stopping or self._outcome is not None:
+            return
+        self._stopping = True
+        if self._head.running:
+            self._stop_program(self._head)
+        else:
+            self._outcome = self._failure or Outcome(0)
+
+    def _finish(self, code: int, problem: str) -> None:
+        self._outcome = self._failure or Outcome(code, (problem,))
+
+    def _leave(self) -> None:
+        """Lets the programs of env bundles end, for a while."""
+        self._stopping = True
+        for bundle in self._envs:
+            self._stop_program(bundle)
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while any(bundle.running for bundle in self._envs):
+            if not self._step(deadline):
+                names = [bundle.name for bundle in self._envs if bundle.running]
+                log.warning("Killed, since they did not end: %s.", ", ".join(names))
+                return
+
+    def _end_actors(self) -> None:
+        for bundle in self._envs:
+            self._drop_actor(bundle)
+        self._drop_head()
+
+
+def explain_loss(reason: Any) -> str:
+    """Returns the part of an error of Ray that a person needs.
+
+    Args:
+      reason: an error, or a text that says it already.
+    """
+    if type(reason).__name__ == "ActorUnavailableError":
+        return "its node or its process cannot be reached"
+    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
+    # The last one has the cause, the others where it was noticed.
+    return lines[-1].rstrip(".")[:500] if lines else type(reason).__name__

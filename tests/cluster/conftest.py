@@ -1,0 +1,34 @@
+"""Settings for runs on clusters."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+# Runs are those of tests/integration.
+sys.path.append(str(pathlib.Path(__file__).parent.with_name("integration")))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_key_folder(tmp_path_factory):
+    """Keeps tests, and the programs that they start, from the keys of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.getbasetemp() / "config"
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        yield
+
+
+@pytest.fixture
+def ray_installed():
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed: the extra `ray` has it.")
+
+
+@pytest.fixture
+def cluster(tmp_path, ray_installed):
+    """An empty Ray cluster on this machine, which ends with the test."""
+    from cluster_testing import LocalCluster
+
+    with LocalCluster(tmp_path) as made:
+        yield made
