@@ -10,7 +10,7 @@ MISTAKES = {
     "unknown key": ("--run.enws 8", "--run.enws 8", "no such key", "--run.envs?"),
     "key without its group": ("--envs 8", "--envs 8", "no such key", "--run.envs?"),
     "misspelt end of a key": ("--unitz 8", "--unitz 8", "no such key", ".units?"),
-    "a group": ("--run 8", "--run 8", "group of 45", "--run.steps"),
+    "a group": ("--run 8", "--run 8", "group of 46", "--run.steps"),
     "pattern without a match": (
         r"--.*\.unitz 8",
         r"--.*\.unitz 8",
