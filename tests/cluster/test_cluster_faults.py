@@ -159,7 +159,15 @@ def test_ten_random_kills_of_nodes(cluster, tmp_path):
     rng = random.Random(0)
     cluster.add(num_cpus=0)
     nodes = [cluster.add(num_cpus=4, resources={"head": 1}) for _ in range(2)]
-    flags = ["--run.save_every", "2"]
+    # Nothing is to be lost for want of room.
+    flags = [
+        "--run.save_every",
+        "2",
+        "--replay.size",
+        "1e6",
+        "--replay.chunksize",
+        "256",
+    ]
     for role in ("agent", "env"):
         flags += [f"--run.restarts.{role}", "1000"]
     windows, heads, times = [], 0, []
