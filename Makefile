@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& echo $$p && break; done)
-EXTRAS := dev,portal,ray,view,wandb,onnx,video,atari,bsuite,crafter,dmc,envpool,memmaze,minigrid,mujoco
+EXTRAS := dev,portal,view,wandb,onnx,video,atari,bsuite,crafter,dmc,envpool,memmaze,minigrid,mujoco
 LOGDIR ?= logdir/demo
 # An environment that has the package as users install it, and nothing else.
 WHEEL_VENV := .venv-wheel
