@@ -20,6 +20,7 @@ def figures(*flags):
 
 
 @pytest.mark.timeout(250)
+@pytest.mark.slow
 def test_the_last_line_has_all_figures():
     flags = ["--batch", "2", "--length", "4", "--updates", "2", "--envs", "3"]
     found = figures("--size", "debug", *flags, "--platform", "cpu", "--repeats", "1")

@@ -196,6 +196,7 @@ MESHES = [
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("meshes", MESHES)
+@pytest.mark.slow
 def test_eight_devices_and_one_have_the_same_loss_and_gradients(meshes):
     results = json.loads(run_program(GRADIENTS, *meshes).splitlines()[-1])
     for mesh, found in zip(meshes, results, strict=True):

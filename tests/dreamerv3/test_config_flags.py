@@ -297,7 +297,7 @@ def valid_values(key, default):
         found = st.floats(allow_nan=False, allow_infinity=False) | st.floats(0, 1)
     elif key == "suite.tasks":
         return st.sampled_from([("all",), ("dummy_disc", "bsuite_mnist/0")])
-    elif key == "plot.runs":
+    elif key in ("plot.runs", "view.folders"):
         return st.sampled_from([("none",), ("one run", "runs/*")])
     elif key in ("ray.head_resources", "ray.env_resources"):
         return st.sampled_from([("auto",), ("CPU=2", "GPU=1"), ("my.tpu:v4=0.5",)])

@@ -45,6 +45,7 @@ def saved_agent(logdir):
 
 
 class TestPrograms:
+    @pytest.mark.slow
     def test_training_continues_and_is_evaluated(self, tmp_path, capsys):
         assert main(arguments(tmp_path / "run", 100)) == 0
         shown = capsys.readouterr().out

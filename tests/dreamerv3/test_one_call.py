@@ -189,6 +189,7 @@ print("ACTION", policy.act({"obs": np.zeros(2, np.float32)})["action"].tolist())
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_script_trains_in_parallel_and_gets_the_policy(tmp_path):
     flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     text = run_program(SCRIPT, str(tmp_path), **flags)

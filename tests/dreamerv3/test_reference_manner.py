@@ -29,7 +29,9 @@ def run_script(script, logdir):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("script", ["train", "parallel"])
+@pytest.mark.parametrize(
+    "script", [pytest.param("train", marks=pytest.mark.slow), "parallel"]
+)
 def test_the_script_trains_and_its_policy_can_be_used(script, tmp_path, capsys):
     logdir = tmp_path / "run"
     run_script(script, logdir)

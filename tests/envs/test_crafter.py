@@ -16,6 +16,7 @@ from embodied.envs.crafter import Crafter  # noqa: E402
 POSITIONS = [(3, 1), (0, 2), (3, 0), (1, 5)]
 
 
+@pytest.mark.slow
 def test_suite():
     check_suite("crafter_reward", steps=60, length=40, logs=True)
 

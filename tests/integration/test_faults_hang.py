@@ -20,6 +20,7 @@ LONG = pytest.param(20, id="long", marks=pytest.mark.slow)
 
 
 class TestStopped:
+    @pytest.mark.slow
     def test_env_worker_is_replaced(self, tmp_path):
         with Run(tmp_path, "--run.env_timeout", "3") as run:
             run.goes_on()

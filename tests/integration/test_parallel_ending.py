@@ -240,14 +240,18 @@ def test_a_task_that_does_not_exist_is_refused(tmp_path):
 
 @pytest.mark.parametrize("role", ["logger", "replay"])
 def test_a_role_that_somebody_ends_comes_back(tmp_path, role):
+    def count():
+        # None are left where the logger went back to its first checkpoint.
+        return len(metrics(tmp_path).get("step", ()))
+
     with Program(*small(tmp_path, steps=10**9)) as program:
         program.wait_for_step(tmp_path, 100)
         first = program.roles()[role]
         first.terminate()
         program.wait_for(f"Role {role} is restarted: it ended.")
         wait_until(lambda: program.roles().get(role, first) != first, program=program)
-        lines = len(metrics(tmp_path)["step"])
-        wait_until(lambda: len(metrics(tmp_path)["step"]) > lines + 20, program=program)
+        lines = count()
+        wait_until(lambda: count() > lines + 20, program=program)
         assert program.running, program.output()
         program.interrupt()
         assert program.wait() == 0, program.output()

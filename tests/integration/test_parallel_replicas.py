@@ -48,6 +48,7 @@ def run_replicas(logdir, *argv, steps, seconds=WAIT):
         return [program.output() for program in programs]
 
 
+@pytest.mark.slow
 def test_replicas_save_one_checkpoint_and_go_on_from_it(tmp_path):
     run_replicas(tmp_path, steps=3000)
     first = Saved(tmp_path)

@@ -50,6 +50,7 @@ def test_one_command_runs(tmp_path, flags, roles):
     check_run(tmp_path, steps)
 
 
+@pytest.mark.slow
 def test_portal_continues_a_run(tmp_path):
     for steps in (100, 160):
         argv = small(tmp_path, "--run.transport", "portal", steps=steps)

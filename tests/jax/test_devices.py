@@ -104,6 +104,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_devices():
     every = list(range(8))
     agents = [

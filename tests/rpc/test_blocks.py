@@ -25,6 +25,7 @@ def test_a_block_with_readers_outlives_the_garbage_collector():
     assert arena.allocate(8192).number == place
 
 
+@pytest.mark.slow
 def test_blocks_that_are_free_are_used_again():
     arena = buffers.Arena()
     places = set()

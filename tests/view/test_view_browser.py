@@ -30,6 +30,7 @@ from view_testing import (
 
 pytest.importorskip("starlette", reason="the extra `view` is not installed")
 pytestmark = [
+    pytest.mark.slow,  # With a browser each takes seconds.
     pytest.mark.skipif(bool(browser_missing()), reason=browser_missing() or "there"),
     pytest.mark.timeout(180),
 ]
@@ -112,7 +113,7 @@ def test_all_runs_and_seeds_as_a_band(page):
 def test_a_live_run_shows_new_scores_without_a_reload(page, address, folder):
     run = identity(address, "live")
     driver = page(f"run/{run}", "#state")
-    assert text(driver, "#state") == "live"
+    wait_for(lambda: text(driver, "#state") == "live", "the state")
     driver.execute_script("window.same = true")
     wait_for(lambda: "steps/s" in text(driver, "#box-env"), "the rate of the envs")
     wait_for(lambda: drawn(driver, ".chart.large canvas"), "the curve of scores")
@@ -160,7 +161,7 @@ def test_a_killed_worker_is_seen_in_the_strip_and_in_its_box(page, address, live
 
 def test_a_finished_run_with_names_that_would_harm(page, address):
     driver = page(f"run/{identity(address, 'finished2')}", "#state")
-    assert text(driver, "#state") == "ended"
+    wait_for(lambda: text(driver, "#state") == "ended", "the state")
     label = find(driver, ".chart.large canvas")[0].get_attribute("aria-label")
     assert "published" in label
     search = find(driver, "#search")[0]
@@ -216,7 +217,7 @@ def test_who_wants_less_motion_gets_pictures(page, address, chromium):
 def test_a_folder_of_a_rollout_is_shown_calmly(page, address):
     run = identity(address, "rollout")
     driver = page(f"run/{run}", "#state")
-    assert text(driver, "#state") == "ended"
+    wait_for(lambda: text(driver, "#state") == "ended", "the state")
     wait_for(lambda: drawn(driver, ".chart.large canvas"), "its scores")
     assert "nothing about its roles" in text(driver, "#system-line")
     assert not find(driver, ".system")[0].is_displayed()

@@ -101,6 +101,7 @@ def at(driver):
 
 
 @needs_browser
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["ended", "live"])
 def test_the_dream_answers_to_keys(chromium, address, identity, dreamer, state):
     live = LiveFile(dreamer, lambda: {"step": 200}, every=0.2)
@@ -132,6 +133,7 @@ def _play(driver):
 
 
 @needs_browser
+@pytest.mark.slow
 def test_actions_of_several_variables_have_keys_and_lists(chromium, tmp_path):
     make_dreamer(tmp_path / "run", "--task", "switches:Switches")
     with view(tmp_path) as address:
