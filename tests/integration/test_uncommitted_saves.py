@@ -53,6 +53,7 @@ def test_a_save_whose_conductor_has_died_leaves_no_files(roles):
     check_files(logdir)
 
 
+@pytest.mark.slow
 def test_a_role_removes_what_it_was_writing_when_it_was_killed(roles):
     logdir = pathlib.Path(roles.args.logdir)
     client, checkpoint = start_replay(roles), Checkpoint(logdir)
