@@ -41,7 +41,7 @@ ELSEWHERE = {
     "pip install .": "`make wheel`",
 }
 SMALL_CALL = 'steps=100, configs=["debug"], envs=2, eval_envs=0, report_every=0'
-VIEW = {"dreamerv3.view.server"}  # Modules that need the extra `view`.
+VIEW = {"dreamerv3.view.web_server"}  # Modules that need the extra `view`.
 SUITES_WITHOUT_PACKAGES = {"deepmind_lab", "minerl", "procgen"}
 
 pytestmark = pytest.mark.timeout(400)  # Most of it for compilation on a busy machine.

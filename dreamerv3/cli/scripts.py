@@ -217,7 +217,7 @@ def run_view(config: elements.Config) -> None:
                 "is no folder."
             )
     check_view()
-    from dreamerv3.view.server import serve
+    from dreamerv3.view.web_server import serve
 
     settings = config.view
     try:

@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -52,6 +51,7 @@ def view_beside(config: elements.Config) -> Iterator[None]:
         yield
         return
     check_view()
+    from embodied.rpc import free_port
     from embodied.workers import Process, RestartPolicy, Supervisor
 
     settings = config.view
@@ -76,14 +76,6 @@ def view_beside(config: elements.Config) -> Iterator[None]:
         thread.join(2 * GRACE)
 
 
-def free_port(host: str) -> int:
-    """Returns a port that nobody listens at now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.bind((host, 0))
-        return int(listener.getsockname()[1])
-
-
 def _supervise(supervisor: Any, done: threading.Event) -> None:
     try:
         supervisor.run(until=done)
@@ -92,7 +84,7 @@ def _supervise(supervisor: Any, done: threading.Event) -> None:
 
 
 def _serve(logdir: str, *address: Any) -> None:
-    from dreamerv3.view.server import serve
+    from dreamerv3.view.web_server import serve
 
     os.nice(PRIORITY)
     host, port, sessions, token = address

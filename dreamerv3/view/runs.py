@@ -66,11 +66,11 @@ class Runs:
     def __init__(self, folders: Sequence[str | os.PathLike[str]]):
         self.folders = [Path(folder).resolve() for folder in folders]
         self._lock = threading.Lock()  # Guards what is below.
-        self._runs: dict[str, Run] = {}
-        self._opened: dict[str, Run] = {}  # The least recently used first.
+        self._runs: dict[str, RunFolder] = {}
+        self._opened: dict[str, RunFolder] = {}  # The least recently used first.
         self._scanned = 0.0
 
-    def all(self) -> list[Run]:
+    def all(self) -> list[RunFolder]:
         """Returns the runs that are there now, by name."""
         with self._lock:
             if time.monotonic() - self._scanned > SCAN_SECONDS or not self._scanned:
@@ -78,7 +78,7 @@ class Runs:
                 self._scanned = time.monotonic()
             return sorted(self._runs.values(), key=lambda run: run.name)
 
-    def get(self, identity: str) -> Run | None:
+    def get(self, identity: str) -> RunFolder | None:
         """Returns a run by its number, to read its curves and events.
 
         Runs that were not asked for since the longest time forget theirs.
@@ -102,14 +102,16 @@ class Runs:
             run.forget()
 
     def _scan(self) -> None:
-        found: dict[str, Run] = {}
+        found: dict[str, RunFolder] = {}
         for root in self.folders:
             for path in _find(root):
                 name = str(path.relative_to(root)) if path != root else root.name
                 if len(self.folders) > 1 and path != root:
                     name = f"{root.name}/{name}"
                 identity = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
-                found[identity] = self._runs.get(identity) or Run(path, name, identity)
+                found[identity] = self._runs.get(identity) or RunFolder(
+                    path, name, identity
+                )
         self._runs = found
 
 
@@ -141,7 +143,7 @@ def _find(root: Path) -> list[Path]:
     return found[:MOST_RUNS]
 
 
-class Run:
+class RunFolder:
     """One run, whose files are read again when they have changed. Any thread.
 
     Args:

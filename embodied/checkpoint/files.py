@@ -177,7 +177,7 @@ def write_file(
     if isinstance(buffers, bytes | bytearray | memoryview):
         buffers = [buffers]
     target = locate(root, path)
-    temporary = target.with_name(f".{secrets.token_hex(8)}.partial-save")
+    temporary = temporary_beside(target)
     try:
         _make_folder(target.parent)
         try:
@@ -191,6 +191,14 @@ def write_file(
     except OSError as error:
         raise CheckpointError(_explain(error, target)) from error
     return FileRecord(path, size, digest, required)
+
+
+def temporary_beside(target: Path) -> Path:
+    """Returns a new name in a file's folder, of a kind that `Checkpoint.clean` removes.
+
+    The folder is the file's, so that `os.replace` can give it its name at once.
+    """
+    return target.with_name(f".{secrets.token_hex(8)}.partial-save")
 
 
 def read_file(root: Root, path: str, record: FileRecord | None = None) -> bytearray:

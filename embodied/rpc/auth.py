@@ -242,10 +242,11 @@ def connect_address(addr: str | int) -> str:
     return f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
 
 
-def free_port() -> int:
-    """Returns a port of the loopback interface that nobody listens at."""
-    with sockets.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def free_port(host: str = "127.0.0.1") -> int:
+    """Returns a port of an interface, by default loopback, that nobody listens at."""
+    family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
+    with sockets.socket(family) as probe:
+        probe.bind((host, 0))
         return probe.getsockname()[1]
 
 

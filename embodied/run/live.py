@@ -16,13 +16,14 @@ import json
 import logging
 import math
 import os
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from embodied.checkpoint.files import temporary_beside
 
 LIVE, EVENTS = "live.json", "events.jsonl"  # In the logdir.
 LIVE_SECONDS = 1.0
@@ -37,6 +38,7 @@ WARNING, FAULT = "warning", "fault"
 MOST_PER_MINUTE = 60  # Warnings of a process; what floods a terminal fills no disk.
 TEXT_LENGTH = 500
 RATE_SECONDS = 5.0
+END_SECONDS = 5.0  # For the last write, on a disk that may hang.
 
 _events = logging.getLogger("embodied.events")
 
@@ -215,8 +217,9 @@ class LiveFile:
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
-        self._thread.join()
-        self._write("ended")
+        self._thread.join(END_SECONDS)
+        if not self._thread.is_alive():  # Else the disk does not answer.
+            self._write("ended")
 
     def _run(self) -> None:
         self._write("live")
@@ -224,9 +227,9 @@ class LiveFile:
             self._write("live")
 
     def _write(self, state: str) -> None:
-        # A name of its own: after a restart, two may write for a moment.
-        name = f".{LIVE}.{secrets.token_hex(4)}"
-        temporary = self._path.with_name(name)
+        # A name of its own: after a restart, two may write for a moment. It is one that
+        # is removed at the next start if this process is killed meanwhile.
+        temporary = temporary_beside(self._path)
         try:
             facts = {"time": time.time(), "state": state, **whereabouts()}
             facts |= self._collect()

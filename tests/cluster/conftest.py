@@ -5,18 +5,10 @@ import pathlib
 import sys
 
 import pytest
+from program_testing import own_key_folder  # noqa: F401
 
 # Runs are those of tests/integration.
 sys.path.append(str(pathlib.Path(__file__).parent.with_name("integration")))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def own_key_folder(tmp_path_factory):
-    """Keeps tests, and the programs that they start, from the keys of the user."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.getbasetemp() / "config"
-        patch.setenv("XDG_CONFIG_HOME", str(folder))
-        yield
 
 
 @pytest.fixture

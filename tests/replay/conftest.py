@@ -1,4 +1,4 @@
-"""Folders for the tests of replay."""
+"""Folders, buffers and checkpoints for the tests of replay."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import subprocess
 import tempfile
 
 import pytest
+
+from embodied.checkpoint import Checkpoint
+from embodied.replay import Replay
 
 
 @pytest.fixture
@@ -28,3 +31,20 @@ def small_disk(tmp_path):
         pytest.skip(f"tmpfs cannot be mounted: {mounted.stderr.decode().strip()}")
     yield tmp_path
     subprocess.run(["umount", str(tmp_path)], check=True, timeout=30)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes buffers that are saved below one folder."""
+
+    def make(length=3, capacity=None, directory=tmp_path / "replay", **kwargs):
+        kwargs = {"chunksize": 8, "context": 1, **kwargs}
+        return Replay(length, capacity, directory, **kwargs)
+
+    return make
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Keeps two saves."""
+    return Checkpoint(tmp_path, keep=2, min_free_bytes=0)

@@ -14,22 +14,8 @@ from replay_testing import (
     write_save,
 )
 
-from embodied.checkpoint import Checkpoint, CheckpointError
+from embodied.checkpoint import CheckpointError
 from embodied.replay import Replay, selectors
-
-
-@pytest.fixture
-def make(tmp_path):
-    def make(length=3, capacity=None, directory=tmp_path / "replay", **kwargs):
-        kwargs = {"chunksize": 8, "context": 1, **kwargs}
-        return Replay(length, capacity, directory, **kwargs)
-
-    return make
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    return Checkpoint(tmp_path, keep=2, min_free_bytes=0)
 
 
 def same_samples(one, two):

@@ -23,20 +23,6 @@ from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.replay import Replay, selectors
 
 
-@pytest.fixture
-def make(tmp_path):
-    def make(length=3, capacity=None, directory=tmp_path / "replay", **kwargs):
-        kwargs = {"chunksize": 8, "context": 1, **kwargs}
-        return Replay(length, capacity, directory, **kwargs)
-
-    return make
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    return Checkpoint(tmp_path, keep=2, min_free_bytes=0)
-
-
 class TestCuts:
     def test_steps_after_the_cut_do_not_belong_to_the_save(self, make):
         replay = make()

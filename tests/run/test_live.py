@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from embodied.checkpoint import Checkpoint
 from embodied.run import live
 from embodied.run.live import (
     EVENTS,
@@ -73,6 +74,36 @@ def test_a_folder_that_is_gone_does_not_harm_the_run(tmp_path):
                 break
         note_event(live.SAVE, "Nobody sees it.")
         log.warning("Nor this.")
+
+
+def test_what_a_killed_writer_has_left_goes_at_the_next_start(tmp_path, monkeypatch):
+    def killed(*args):
+        raise SystemExit
+
+    monkeypatch.setattr(live.os, "replace", killed)
+    with pytest.raises(SystemExit):
+        LiveFile(tmp_path, dict)._write("live")
+    monkeypatch.undo()
+    assert len(list(tmp_path.iterdir())) == 1
+    Checkpoint(tmp_path).clean()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "END_SECONDS", 0.05)
+    began, hung = threading.Event(), threading.Event()
+
+    def collect():
+        began.set()
+        assert hung.wait(30)
+        return {}
+
+    try:
+        with LiveFile(tmp_path, collect):
+            assert began.wait(30)
+        assert not (tmp_path / "live.json").exists()
+    finally:
+        hung.set()
 
 
 def test_events_and_warnings_are_recorded_and_not_printed(tmp_path, capsys):

@@ -33,7 +33,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dreamerv3.view.dream_process import DreamError, Dreams
-from dreamerv3.view.runs import SCORE, Run, Runs
+from dreamerv3.view.runs import SCORE, RunFolder, Runs
 from dreamerv3.view.series import smooth, thin
 
 STATIC = Path(__file__).with_name("static")
@@ -259,13 +259,13 @@ class Pages:
         self._dreams.end(request.path_params["session"])
         return _json({})
 
-    def _run(self, identity: str) -> Run:
+    def _run(self, identity: str) -> RunFolder:
         run = self._runs.get(identity)
         if run is None:
             raise HTTPException(404, "There is no such run.")
         return run
 
-    def _column(self, run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
+    def _column(self, run: RunFolder, name: str) -> tuple[np.ndarray, np.ndarray]:
         if name == SCORE:
             run.scores.update()
             x, y = run.scores.column(name)
@@ -274,7 +274,7 @@ class Pages:
         run.metrics.update()
         return run.metrics.column(name)
 
-    async def _changes(self, run: Run) -> AsyncIterator[str]:
+    async def _changes(self, run: RunFolder) -> AsyncIterator[str]:
         stamp, quiet = None, 0.0
         while True:
             now = await run_in_threadpool(run.stamp)
@@ -413,7 +413,7 @@ def _event(name: str, content: Any) -> str:
     return f"event: {name}\ndata: {bytes(_json(content).body).decode()}\n\n"
 
 
-def _message(run: Run) -> str:
+def _message(run: RunFolder) -> str:
     latest = run.latest()
     content = {"summary": run.summary(), "live": run.live(), "latest": latest}
     return _event("run", {**content, "events": run.events()[-50:]})
@@ -444,7 +444,7 @@ def _dream_errors() -> Any:
 
 
 def _with_live_scores(
-    run: Run, x: np.ndarray, y: np.ndarray
+    run: RunFolder, x: np.ndarray, y: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Adds episodes that have ended since scores were written last."""
     last = x[-1] if len(x) else -np.inf
@@ -455,7 +455,7 @@ def _with_live_scores(
     return np.concatenate([x, steps]), np.concatenate([y, values])
 
 
-def _in_time(run: Run, x: np.ndarray) -> np.ndarray:
+def _in_time(run: RunFolder, x: np.ndarray) -> np.ndarray:
     """Turns steps into seconds since 1970; NaN where that is not known."""
     steps, times = run.times()
     if not len(steps):
