@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 EXTRA_OUTPUTS = ("scope", "wandb")  # Each is a package and an extra of that name.
 UNLIMITED = 10**10  # Steps of a run by default: it has no end to show.
+FIRST_REPLICA = 2**20  # Numbers from here on are no environment's.
 MakeEnv = Callable[[elements.Config, int], Env]
 
 USUAL_SIZE = 64  # Of images that the networks cannot take as they come.
@@ -49,7 +50,7 @@ def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
         return make_own_env(functools.partial(own, **known), config, index)
     suite = config.task.partition("_")[0]
     options = {**config.env.get(suite, {}), **overrides}
-    env = registry.make(config.task, index=index, seed=config.seed, **options)
+    env = registry.make(config.task, index=index, seed=_env_seed(config), **options)
     return _wrapped(config, env)
 
 
@@ -64,9 +65,19 @@ def make_own_env(
       config: the whole configuration.
       index: number of the environment within the run, which decides its seed.
     """
-    seed = registry.env_seed(config.seed, index)
+    seed = registry.env_seed(_env_seed(config), index)
     env = registry.adapt(config.task, factory, seed, config.env.gym)
     return _wrapped(config, env)
+
+
+def _env_seed(config: elements.Config) -> int:
+    """Returns what the seeds of this host's environments come from.
+
+    Replicas have environments of the same numbers, which should not be the same.
+    """
+    if config.replicas == 1 or config.replica == 0:
+        return config.seed
+    return registry.env_seed(config.seed, FIRST_REPLICA + config.replica)
 
 
 def make_filmed_env(config: elements.Config, index: int) -> Env:
@@ -121,12 +132,13 @@ class EnvFactory:
         if isinstance(self.make, functools.partial) and self.make.func is make_own_env:
             (own,) = self.make.args
         if own is not None:
-            seeds = [registry.env_seed(config.seed, index) for index in indices]
+            seed = _env_seed(config)
+            seeds = [registry.env_seed(seed, index) for index in indices]
             envs = registry.adapt_batch(own, seeds, config.env.gym)
         else:
             options = config.env.get(config.task.partition("_")[0], {})
             envs = registry.make_batch(
-                config.task, indices=indices, seed=config.seed, **options
+                config.task, indices=indices, seed=_env_seed(config), **options
             )
         if envs is None:
             return None

@@ -51,6 +51,11 @@ class Place:
     def __str__(self) -> str:
         return f"{self.host} ({self.address})"
 
+    def at(self, port: int | None = None) -> str:
+        """Returns the address as it is connected to, of a port if one is given."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return host if port is None else f"{host}:{port}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:

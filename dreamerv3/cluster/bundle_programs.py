@@ -24,7 +24,7 @@ BundleProgram = Callable[[elements.Config, Mapping[str, Any]], None]
 def run_head(
     config: elements.Config, host: Mapping[str, Any], patience: float = 0.0
 ) -> None:
-    """Runs agent, replay and logger.
+    """Runs agent, replay and logger, of one replica if there are several.
 
     Args:
       config: of the run.
@@ -35,9 +35,12 @@ def run_head(
     from dreamerv3.cli.scripts import SCRIPTS
 
     logdir = pathlib.Path(config.logdir)
-    wait_until_free(logdir, patience)
+    owns = config.replica == 0
+    if owns:
+        wait_until_free(logdir, patience)
     SCRIPTS["parallel"](config, host=host)
-    remove_keyfiles(logdir)  # Also those of runs that were killed.
+    if owns:
+        remove_keyfiles(logdir)  # Also those of runs that were killed.
 
 
 def run_env_bundle(config: elements.Config, host: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Bundles of a run: which environments and resources go together. Driver.
 
-A bundle is what one node holds as a whole. The head bundle has agent, replay and
-logger; each env bundle has some environments.
+A bundle is what one node holds as a whole. A head bundle has agent, replay and logger,
+one for each replica; each env bundle has some environments of a replica.
 """
 
 from __future__ import annotations
@@ -31,18 +31,23 @@ class EnvBundle:
       envs: how many train.
       eval_envs: how many evaluate; their ids follow.
       resources: that they need.
+      replica: whose environments they are.
+      prefix: of the name, if there are several replicas.
     """
 
     offset: int
     envs: int
     eval_envs: int
     resources: Resources
+    replica: int = 0
+    prefix: str = ""
 
     @property
     def name(self) -> str:
         """Name in messages, in the dashboard and of the lines that it prints."""
         last = self.offset + self.envs + self.eval_envs - 1
-        return f"env {last}" if last == self.offset else f"envs {self.offset} to {last}"
+        ids = f"env {last}" if last == self.offset else f"envs {self.offset} to {last}"
+        return f"{self.prefix}{ids}"
 
     @property
     def host(self) -> dict[str, int]:
@@ -54,8 +59,26 @@ class EnvBundle:
         }
 
 
+def head_names(config: elements.Config) -> list[str]:
+    """Returns the names of the head bundles, one for each replica."""
+    if config.replicas == 1:
+        return ["head"]
+    return [f"head {replica}" for replica in range(config.replicas)]
+
+
 def make_env_bundles(config: elements.Config) -> list[EnvBundle]:
-    """Distributes the environments of a run over as few bundles as hold them.
+    """Returns the env bundles of all replicas, each of which has `run.envs`."""
+    if config.replicas == 1:
+        return _split_envs(config)
+    return [
+        dataclasses.replace(bundle, replica=replica, prefix=f"replica {replica}, ")
+        for replica in range(config.replicas)
+        for bundle in _split_envs(config)
+    ]
+
+
+def _split_envs(config: elements.Config) -> list[EnvBundle]:
+    """Distributes the environments of a replica over as few bundles as hold them.
 
     Every bundle has some that train, since a program needs one, and its share of those
     that evaluate, so that the loss of a node does not end the evaluation.

@@ -61,3 +61,16 @@ class Bundle:
         steady = now - self.began >= policy.steady
         self._in_a_row = 1 if steady else self._in_a_row + 1
         return policy.delay(self._in_a_row)
+
+
+def explain_loss(reason: Any) -> str:
+    """Returns the part of an error of Ray that a person needs.
+
+    Args:
+      reason: an error, or a text that says it already.
+    """
+    if type(reason).__name__ == "ActorUnavailableError":
+        return "its node or its process cannot be reached"
+    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
+    # The last one has the cause, the others where it was noticed.
+    return lines[-1].rstrip(".")[:500] if lines else type(reason).__name__

@@ -4,7 +4,9 @@
     envs     one bundle of environments each, spread over the nodes
 
 Ray decides where; this process decides what: it starts the head, tells the env bundles
-its address, starts again what is lost, and ends with the exit code of the head.
+its address, starts again what is lost, and ends with the exit code of the head. With
+several replicas there is a head for each, on nodes of their own: they start together,
+and when one is lost, all start again.
 """
 
 from __future__ import annotations
@@ -34,20 +36,23 @@ from dreamerv3.cluster.bundles import (
     EnvBundle,
     Resources,
     actor_options,
+    head_names,
     head_resources,
     make_env_bundles,
     show_resources,
 )
-from dreamerv3.cluster.placed_bundle import Bundle
+from dreamerv3.cluster.placed_bundle import Bundle, explain_loss
 from dreamerv3.cluster.run_keys import RunKeys, make_keys
 from embodied.run.console import SAVING, stop_on_signals
+from embodied.run.parallel.replicas import EXIT_START_AGAIN
 
-HEAD = "head"
-HEAD_PORTS = ("actor_addr", "logger_addr")  # Served to other nodes.
+HEAD_PORTS = ("actor_addr", "logger_addr")  # Served to environments on other nodes.
+REPLICA_PORTS = 2  # Served to other heads by the first one: its clock, and JAX.
 # Seconds for the lock of a head that was lost: NFS servers give it up after 90.
 LOCK_PATIENCE = 120.0
 ROOM_SECONDS = 10.0  # After which it is said that a bundle waits for room.
 LEAVE_SECONDS = 15.0  # For env bundles to end after the head.
+REASON_SECONDS = 10.0  # For a head to say why it fails after others have left it.
 
 log = logging.getLogger("embodied.cluster")
 
@@ -59,10 +64,6 @@ def run_ray(config: elements.Config) -> None:
       ConfigError: the cluster or the configuration cannot be used.
       RunError: the run has failed; with the exit code of the head.
     """
-    if config.replicas > 1:
-        raise ConfigError(
-            f"replicas: expected 1 for --script ray, got {config.replicas}."
-        )
     config = _with_whole_paths(config)
     check_logdir(config)
     check_outputs(config)
@@ -120,13 +121,14 @@ class ClusterRun:
         self._config = config
         self._keys = keys
         restarts = config.run.restarts
-        self._head = Bundle(HEAD, needed, restarts.agent)
+        names = head_names(config)
+        self._heads = [Bundle(name, needed, restarts.agent) for name in names]
         self._envs = {
             Bundle(bundle.name, bundle.resources, restarts.env): bundle
             for bundle in bundles
         }
-        self._group: Any = None  # Of the head.
-        self._addresses: dict[str, str] = {}  # Of the head that is running.
+        self._group: Any = None  # Of the heads.
+        self._addresses: list[dict[str, str]] = []  # Of the heads that are running.
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._stopping = False
@@ -134,12 +136,12 @@ class ClusterRun:
         self._outcome: Outcome | None = None
 
     def run(self, stop: threading.Event) -> Outcome:
-        """Runs until the head ends; `stop` tells it to save and leave."""
+        """Runs until the heads end; `stop` tells them to save and leave."""
         threading.Thread(
             target=self._follow, args=(stop,), name="follow stop", daemon=True
         ).start()
         try:
-            self._start_head()
+            self._start_heads()
             while self._outcome is None:
                 self._step()
             self._leave()
@@ -212,7 +214,7 @@ class ClusterRun:
 
     def _tell_wait(self, actor: Any) -> None:
         """Says which bundle has waited for room since its actor was made."""
-        for bundle in (self._head, *self._envs):
+        for bundle in (*self._heads, *self._envs):
             if bundle.actor is actor and bundle.place is None and not self._stopping:
                 acting = sum(x.envs for b, x in self._envs.items() if b.running)
                 log.info(
@@ -228,8 +230,16 @@ class ClusterRun:
             self._ray.kill(bundle.actor)
         bundle.actor, bundle.place, bundle.running = None, None, False
 
-    def _start(self, bundle: Bundle, program: Any, host: dict[str, Any]) -> None:
+    def _start(
+        self, bundle: Bundle, program: Any, host: dict[str, Any], flags: dict[str, Any]
+    ) -> None:
         """Starts the program of a bundle that has a place.
+
+        Args:
+          bundle: to start.
+          program: of the bundle.
+          host: keys of the `run` block that hold for this start.
+          flags: keys of the configuration that differ between replicas.
 
         Raises:
           ConfigError: its node cannot get the keys of the run.
@@ -240,9 +250,9 @@ class ClusterRun:
         bundle.number += 1
         bundle.running, bundle.began = True, time.monotonic()
         host = {"keyfile": self._keys.path, **host}
-        call = (bundle.number, program, self._config, host, sent)
+        call = (bundle.number, program, self._config.update(flags), host, sent)
         ref = bundle.actor.run.remote(*call)
-        ended = self._head_ended if bundle is self._head else self._env_ended
+        ended = self._env_ended if bundle in self._envs else self._head_ended
         self._watch(ref, bundle, ended)
 
     def _stop_program(self, bundle: Bundle) -> None:
@@ -250,47 +260,60 @@ class ClusterRun:
             bundle.told = bundle.number
             bundle.actor.stop.remote(bundle.number)
 
-    # The head.
+    # Heads.
 
-    def _start_head(self) -> None:
+    def _start_heads(self) -> None:
+        """Asks for the nodes of all heads, which they get together."""
         if self._stopping:
             return
         util = self._ray.util
-        # One group, so that heads which train together get their nodes together.
         self._group = util.placement_group(
-            [self._head.resources], strategy="STRICT_SPREAD"
+            [head.resources for head in self._heads], strategy="STRICT_SPREAD"
         )
-        strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=0
-        )
-        actor = self._make_actor(self._head, strategy)
-        ref = actor.place.remote(self._keys.path, self._keys.digest, len(HEAD_PORTS))
-        self._watch(ref, self._head, self._head_placed)
+        make = util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        ports = len(HEAD_PORTS) + REPLICA_PORTS
+        for index, head in enumerate(self._heads):
+            strategy = make(
+                placement_group=self._group, placement_group_bundle_index=index
+            )
+            actor = self._make_actor(head, strategy)
+            ref = actor.place.remote(self._keys.path, self._keys.digest, ports)
+            self._watch(ref, head, self._head_placed)
 
     def _head_placed(self, head: Bundle, place: Place, error: Any) -> None:
         if error is not None:
-            self._head_lost(error)
+            self._head_lost(head, error)
             return
         if self._stopping:
             return
-        again = head.number > 0
         head.place = place
-        if again and not place.sees_keys:
+        again, alone = head.number > 0, len(self._heads) == 1
+        if not place.sees_keys and (again or not alone):
+            go_on = "go on" if again else "train with the others"
             self._finish(
                 1,
-                f"The head cannot go on at {place}, which does not see "
+                f"The {head.name} cannot {go_on} at {place}, which does not see "
                 f"{self._config.logdir}. Start the run again where its logdir is.",
             )
             return
-        log.info("Head: on %s%s.", place, ", from the newest checkpoint" * again)
-        address = f"[{place.address}]" if ":" in place.address else place.address
-        self._addresses = {
-            key: f"{address}:{port}" for key, port in zip(HEAD_PORTS, place.ports)
-        }
-        patience = LOCK_PATIENCE if again else 0.0
-        program = functools.partial(run_head, patience=patience)
+        checkpoint = ", from the newest checkpoint" * again
+        log.info("%s: on %s%s.", head.title, place, checkpoint)
+        if all(head.place is not None for head in self._heads):
+            self._run_heads()
+
+    def _run_heads(self) -> None:
+        """Starts the programs of all heads, and those of env bundles."""
+        places = [head.place for head in self._heads if head.place is not None]
+        self._addresses = [
+            {key: place.at(port) for key, port in zip(HEAD_PORTS, place.ports)}
+            for place in places
+        ]
         try:
-            self._start(head, program, {"remote_envs": True, **self._addresses})
+            for index, head in enumerate(self._heads):
+                patience = LOCK_PATIENCE if head.number else 0.0
+                program = functools.partial(run_head, patience=patience)
+                host = {"remote_envs": True, **self._addresses[index]}
+                self._start(head, program, host, self._replica(index, places[0]))
         except ConfigError as error:
             self._finish(2, str(error))
             return
@@ -300,32 +323,57 @@ class ClusterRun:
             elif bundle.place is not None and not bundle.running:
                 self._run_envs(bundle)
 
+    def _replica(self, index: int, first: Place) -> dict[str, Any]:
+        """Returns how a head finds the others; `first` is where the first one is."""
+        if len(self._heads) == 1:
+            return {}
+        clock, coordinator = first.ports[len(HEAD_PORTS) :]
+        return {
+            "replica": index,
+            "clock_addr": first.at(),
+            "clock_port": str(clock),
+            "jax.coordinator_address": first.at(coordinator),
+        }
+
     def _head_ended(self, head: Bundle, outcome: Outcome, error: Any) -> None:
         head.running = False
         if error is not None:
-            self._head_lost(error)
+            self._head_lost(head, error)
         elif outcome.code == 0:
-            self._outcome = self._failure or outcome
+            self._head_ended_well(outcome)
         elif self._stopping and outcome.code == -signal.SIGTERM:
             # It was told before it had begun: there was nothing to save.
-            self._outcome = self._failure or Outcome(0)
+            self._head_ended_well(Outcome(0))
         elif outcome.code < 0:
-            self._head_lost(f"its program was killed by signal {-outcome.code}")
+            reason = f"its program was killed by signal {-outcome.code}"
+            self._head_lost(head, reason)
+        elif outcome.code == EXIT_START_AGAIN:
+            # Another one is gone, or has failed and says why.
+            actor, reason = head.actor, " ".join(outcome.problems)
+            again = functools.partial(self._left_by_others, head, actor, reason)
+            self._after(REASON_SECONDS, again)
         else:
             self._outcome = outcome
 
-    def _head_lost(self, reason: Any) -> None:
-        """Starts the head again on another node, or here if there is room."""
-        head = self._head
-        self._addresses = {}
-        self._drop_head()
+    def _head_ended_well(self, outcome: Outcome) -> None:
+        if not any(head.running for head in self._heads):
+            self._outcome = self._failure or outcome
+
+    def _left_by_others(self, head: Bundle, actor: Any, reason: str) -> None:
+        if head.actor is actor:
+            self._head_lost(head, reason)
+
+    def _head_lost(self, head: Bundle, reason: Any) -> None:
+        """Starts all heads again on other nodes, or here if there is room."""
+        self._addresses = []
+        self._drop_heads()
         for bundle in self._envs:
             self._stop_program(bundle)
         if self._stopping:
             self._finish(
                 1,
-                f"The head was lost before it was saved ({explain_loss(reason)}). The "
-                "checkpoint before stands.",
+                f"The {head.name} was lost before it was saved "
+                f"({explain_loss(reason)}). The checkpoint before stands.",
             )
             return
         delay = head.delay()
@@ -333,11 +381,15 @@ class ClusterRun:
             text = explain_loss(reason)
             self._finish(1, f"{head.too_often('run.restarts.agent')} Last: {text}.")
             return
-        log.warning("Head: lost (%s). It is started again.", explain_loss(reason))
-        self._after(delay, self._start_head)
+        what = "It is" if len(self._heads) == 1 else "All heads are"
+        log.warning(
+            "%s: lost (%s). %s started again.", head.title, explain_loss(reason), what
+        )
+        self._after(delay, self._start_heads)
 
-    def _drop_head(self) -> None:
-        self._drop_actor(self._head)
+    def _drop_heads(self) -> None:
+        for head in self._heads:
+            self._drop_actor(head)
         if self._group is not None:
             self._ray.util.remove_placement_group(self._group)
             self._group = None
@@ -363,9 +415,10 @@ class ClusterRun:
     def _run_envs(self, bundle: Bundle) -> None:
         ready = bundle.place is not None and not bundle.running
         if ready and self._addresses and not self._stopping:
-            host = {**self._envs[bundle].host, **self._addresses}
+            envs = self._envs[bundle]
+            host = {**envs.host, **self._addresses[envs.replica]}
             try:
-                self._start(bundle, run_env_bundle, host)
+                self._start(bundle, run_env_bundle, host, {"replica": envs.replica})
             except ConfigError as error:
                 self._give_up(Outcome(2, error.problems))
 
@@ -416,13 +469,13 @@ class ClusterRun:
     # The end.
 
     def _stop(self) -> None:
-        """Tells the head to save and leave."""
+        """Tells the heads to save and leave."""
         if self._stopping or self._outcome is not None:
             return
         self._stopping = True
-        if self._head.running:
-            self._stop_program(self._head)
-        else:
+        for head in self._heads:
+            self._stop_program(head)
+        if not any(head.running for head in self._heads):
             self._outcome = self._failure or Outcome(0)
 
     def _finish(self, code: int, problem: str) -> None:
@@ -443,17 +496,4 @@ class ClusterRun:
     def _end_actors(self) -> None:
         for bundle in self._envs:
             self._drop_actor(bundle)
-        self._drop_head()
-
-
-def explain_loss(reason: Any) -> str:
-    """Returns the part of an error of Ray that a person needs.
-
-    Args:
-      reason: an error, or a text that says it already.
-    """
-    if type(reason).__name__ == "ActorUnavailableError":
-        return "its node or its process cannot be reached"
-    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
-    # The last one has the cause, the others where it was noticed.
-    return lines[-1].rstrip(".")[:500] if lines else type(reason).__name__
+        self._drop_heads()

@@ -132,10 +132,17 @@ def check_nodes(
       needed: resources of the head.
 
     Raises:
-      ConfigError: nodes that could take over from one another have different logdirs.
+      ConfigError: nodes that could take over from one another have different logdirs,
+        or replicas are to train on this machine alone.
     """
     nodes = find_nodes(ray)
     if len(nodes) == 1 and not (config.ray.address or os.environ.get(ADDRESS)):
+        if config.replicas > 1:
+            raise ConfigError(
+                "replicas: expected 1, or a cluster with a node for each, got "
+                f"{config.replicas} and one machine. Name the cluster: --ray.address "
+                "HOST:PORT. Several accelerators of one machine: --jax.train_devices."
+            )
         resources = [node["Resources"] for node in nodes.values()]
         check_room(needed, resources, "ray.head_resources", "head")
         return
@@ -151,18 +158,22 @@ def check_nodes(
             "what only one node has."
         )
     shown = show_resources(needed)
-    if not able:
-        log.warning("No node has %s: the run waits for one that joins.", shown)
+    if len(able) < config.replicas:
+        log.warning(
+            "%d of the %d nodes that the run needs have %s: it waits for others.",
+            *(len(able), config.replicas, shown),
+        )
     elif blind:
         log.warning(
             "The logdir is a folder of %s alone, the one node with %s. If that node is "
             "lost, so are its checkpoints.",
             *(blind[0], shown),
         )
-    elif len(able) == 1:
+    elif len(able) == config.replicas:
+        names = ", ".join(_name(nodes[node]) for node in able)
         log.info(
-            "Only %s has %s: if it is lost, the run waits for another one.",
-            *(_name(nodes[able[0]]), shown),
+            "Only %s can hold %s: if it is lost, the run waits for another one.",
+            *(names, shown),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import distributed
 
 from embodied.jax.nets import Array, Tree
 
+MEET_SECONDS = 1800.0  # For the slowest host.
+
 logger = logging.getLogger(__name__)
+_meetings = itertools.count()
 
 Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
@@ -27,6 +32,7 @@ def compile_ahead(
     donate: tuple[int, ...] = (),
     out_shardings: Any = None,
     options: Mapping[str, Any] | None = None,
+    hosts: bool = False,
 ) -> Callable[..., Any]:
     """Compiles a function for the shapes of arguments, and for where they lie.
 
@@ -37,6 +43,7 @@ def compile_ahead(
       donate: indices of arguments whose memory the results may take.
       out_shardings: where results lie.
       options: of the compiler.
+      hosts: whether all hosts run it together; they wait for the slowest compiler.
 
     Returns:
       The compiled function; where compilation is turned off, the function.
@@ -53,7 +60,21 @@ def compile_ahead(
     )
     compiled = jitted.lower(*arguments).compile()
     logger.info("Compiled %s in %.1f s.", name, time.monotonic() - started)
+    if hosts:
+        _meet(f"compiled {name}")
     return compiled
+
+
+def _meet(name: str) -> None:
+    """Waits until all hosts are here.
+
+    Hosts that run a function for the first time connect with each other, and the one
+    that comes 30 s before the others would give up on a CPU.
+    """
+    if jax.process_count() > 1:
+        # No function of the public interface waits without running something.
+        client: Any = distributed.global_state.client
+        client.wait_at_barrier(f"{name} {next(_meetings)}", int(MEET_SECONDS * 1000))
 
 
 def compiles() -> bool:

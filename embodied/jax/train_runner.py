@@ -218,6 +218,7 @@ class TrainRunner:
             name="the initial weights",
             out_shardings=self._shardings,
             options=self._options,
+            hosts=True,
         )
         leaves = make(key)
         if not compiles():  # Compiled, they lie where they should.
@@ -243,6 +244,7 @@ class TrainRunner:
                 donate=(0, 1) if name == "train" else (),
                 out_shardings=shardings,
                 options=self._options,
+                hosts=True,
             )
         return self._steps[key]
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 from cluster_testing import WAIT, check_stored, small_run
-from parallel_testing import wait_until
+from parallel_testing import metrics, wait_until
 
 from benchmarks.chaos.audit import Window, account, read_traces
 from benchmarks.chaos.reader import Unreadable, read_manifest
@@ -18,6 +18,7 @@ from benchmarks.chaos.site import SEQUENCE, MetricsWatch
 from embodied.rpc import free_port
 
 ENV_SECONDS, HEAD_SECONDS = 30.0, 90.0  # Until all is well after the loss of a node.
+COMPILE_WAIT = 600.0  # Two agents compile at the same time.
 KILLS = 10
 ENVS = 4
 
@@ -105,6 +106,50 @@ def test_a_driver_that_is_killed_leaves_nothing(cluster, tmp_path):
         cluster.end_run(driver)
     assert check_stored(logdir).manifest.meta["step"] > step
     assert not list(logdir.glob(".ray-keys*"))  # That of the killed run neither.
+
+
+def updates_of(logdir, replica):
+    """Returns how many updates a replica has logged last."""
+    folder = logdir / "replicas" / f"{replica:05}" if replica else logdir
+    path = folder / "metrics.jsonl"
+    return metrics(folder).get("train/opt/updates", [0])[-1] if path.exists() else 0
+
+
+def test_replicas_start_again_together_when_one_is_killed(cluster, tmp_path):
+    logdir = tmp_path / "run"
+    cluster.add(num_cpus=0)
+    for _ in range(3):  # One more than is needed.
+        cluster.add(num_cpus=1, resources={"head": 1})
+    flags = ["--random_agent", "False", "--task", "gym_CartPole-v1", "--replicas", "2"]
+    flags += ["--run.save_every", "2", "--run.report_every", "0"]
+
+    def wait_for_updates(driver, count):
+        for replica in range(2):
+            wait_until(
+                lambda replica=replica: (
+                    updates_of(logdir, replica) >= count or not driver.running
+                ),
+                COMPILE_WAIT,
+                driver,
+            )
+        assert driver.running, driver.output()
+
+    with cluster.run(logdir, *flags, envs=1) as driver:
+        wait_for_updates(driver, 10)
+        wait_until(lambda: saved(logdir) > 0, WAIT, driver)
+        nodes = {cluster.node_of(f"head {replica}") for replica in range(2)}
+        assert len(nodes) == 2
+        before = updates_of(logdir, 0)
+        moment = time.time()
+        cluster.kill(cluster.node_of("head 1"))
+        driver.wait_for("All heads are started again", WAIT)
+        driver.wait_for("from the newest checkpoint", WAIT)
+        wait_for_updates(driver, before + 10)
+        seconds = time.time() - moment
+        cluster.end_run(driver)
+        assert "from checkpoint" in driver.output()
+    print(json.dumps({"replica_killed_to_training_s": round(seconds, 1)}))
+    assert updates_of(logdir, 0) == updates_of(logdir, 1) > before
 
 
 def ray_command(cluster, *arguments):

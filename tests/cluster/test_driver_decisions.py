@@ -12,16 +12,20 @@ from dreamerv3.cli.config import load_config
 from dreamerv3.cluster import ray_driver
 from dreamerv3.cluster.bundle_actor import Outcome, Place
 from dreamerv3.cluster.bundles import make_env_bundles
-from dreamerv3.cluster.ray_driver import ClusterRun, explain_loss
+from dreamerv3.cluster.placed_bundle import explain_loss
+from dreamerv3.cluster.ray_driver import ClusterRun
 from dreamerv3.cluster.run_keys import make_keys
+from embodied.run.parallel.replicas import EXIT_START_AGAIN
 
 FLAGS = ["--script", "ray", "--run.envs", "4", "--run.eval_envs", "0"]
 FLAGS += ["--ray.envs_per_bundle", "2", "--ray.head_resources", "head=1"]
 FIRST, SECOND = "envs 0 to 1", "envs 2 to 3"
+HEADS = ("head 0", "head 1")
+GANG = [f"replica {replica}, {name}" for replica in (0, 1) for name in (FIRST, SECOND)]
 
 
 def place(address="10.0.0.1", sees=True):
-    return Place("id", "machine", address, (21001, 21002), sees)
+    return Place("id", "machine", address, (21001, 21002, 21003, 21004), sees)
 
 
 class Run:
@@ -44,8 +48,9 @@ class Run:
 
     def __exit__(self, *error):
         self.stop.set()
-        if (call := self.ray.call("head", "run")) and not call.future().done():
-            call.answer(Outcome(0))
+        for name in ("head", *HEADS):
+            if (call := self.ray.call(name, "run")) and not call.future().done():
+                call.answer(Outcome(0))
         self._thread.join(30)
         self._stack.close()
 
@@ -64,6 +69,15 @@ class Run:
             self.call(name, "place").answer(place("10.0.0.2"))
             self.call(name, "run")
         return self.call("head", "run")
+
+    def begin_gang(self):
+        """Places two replicas; returns the calls that run their heads."""
+        for index, name in enumerate(HEADS):
+            self.call(name, "place").answer(place(f"10.0.0.{index + 1}"))
+        for name in GANG:
+            self.call(name, "place").answer(place("10.0.0.9"))
+            self.call(name, "run")
+        return [self.call(name, "run") for name in HEADS]
 
     def end(self):
         self._thread.join(30)
@@ -225,6 +239,82 @@ def test_a_node_in_a_trusted_network_gets_keys(tmp_path):
     with Run(tmp_path, trusted=True) as run:
         run.call("head", "place").answer(place(sees=False))
         assert run.call("head", "run").arguments[4] is not None
+
+
+def test_heads_that_train_together_start_together(tmp_path):
+    with Run(tmp_path, "--replicas", "2") as run:
+        run.call(HEADS[0], "place").answer(place("10.0.0.1"))
+        other = run.call(HEADS[1], "place")
+        strategy = run.ray.newest(HEADS[1]).options["scheduling_strategy"]
+        bundles, spread = strategy["placement_group"]
+        assert (len(bundles), spread) == (2, "STRICT_SPREAD")
+        assert run.ray.call(HEADS[0], "run") is None
+        other.answer(place("10.0.0.2"))
+        for index, name in enumerate(HEADS):
+            _, _, config, host, _ = run.call(name, "run").arguments
+            assert host["actor_addr"] == f"10.0.0.{index + 1}:21001"
+            assert (config.replica, config.replicas) == (index, 2)
+            assert (config.clock_addr, config.clock_port) == ("10.0.0.1", "21003")
+            assert config.jax.coordinator_address == "10.0.0.1:21004"
+        run.call(GANG[3], "place").answer(place("10.0.0.9"))
+        _, _, config, host, _ = run.call(GANG[3], "run").arguments
+        assert config.replica == 1
+        assert (host["actor_addr"], host["env_offset"]) == ("10.0.0.2:21001", 2)
+
+
+def test_a_run_ends_when_all_its_heads_have(tmp_path):
+    with Run(tmp_path, "--replicas", "2") as run:
+        first, second = run.begin_gang()
+        run.stop.set()
+        for name in HEADS:
+            run.call(name, "stop")
+        second.answer(Outcome(0))
+        assert run.ray.call(GANG[0], "stop") is None
+        first.answer(Outcome(0))
+        assert run.end() == Outcome(0)
+
+
+def test_all_heads_start_again_when_one_is_lost(tmp_path):
+    with Run(tmp_path, "--replicas", "2") as run:
+        calls, before = run.begin_gang(), [run.ray.newest(name) for name in HEADS]
+        calls[1].fail("gone")
+        for name, actor in zip(HEADS, before):
+            wait_until(lambda name=name, actor=actor: run.ray.newest(name) is not actor)
+            assert actor.killed
+        for name in GANG:
+            run.call(name, "stop")
+        for index, name in enumerate(HEADS):
+            run.call(name, "place").answer(place(f"10.0.0.{index + 5}"))
+        _, program, config, *_ = run.call(HEADS[1], "run").arguments
+        assert program.keywords["patience"] > 0
+        assert config.clock_addr == "10.0.0.5"
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_the_reason_of_a_head_counts_and_not_that_others_left_it(tmp_path, code):
+    with Run(tmp_path, "--replicas", "2") as run:
+        first, second = run.begin_gang()
+        first.answer(Outcome(EXIT_START_AGAIN, ("Replica 1 has failed.",)))
+        second.answer(Outcome(code, ("why",)))
+        assert run.end() == Outcome(code, ("why",))
+
+
+def test_heads_that_were_left_start_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_driver, "REASON_SECONDS", 0.1)
+    with Run(tmp_path, "--replicas", "2") as run:
+        first, _ = run.begin_gang()
+        before = run.ray.newest(HEADS[1])
+        first.answer(Outcome(EXIT_START_AGAIN, ("Replica 1 is gone.",)))
+        wait_until(lambda: run.ray.newest(HEADS[1]) is not before)
+        assert before.killed
+
+
+def test_heads_that_train_together_need_one_logdir(tmp_path):
+    with Run(tmp_path, "--replicas", "2", trusted=True) as run:
+        run.call(HEADS[1], "place").answer(place("10.0.0.2", sees=False))
+        outcome = run.end()
+        assert outcome.code == 1
+        assert "The head 1 cannot train with the others" in outcome.problems[0]
 
 
 def test_losses_are_explained_by_their_cause():

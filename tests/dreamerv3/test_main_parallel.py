@@ -5,7 +5,8 @@ import pytest
 from dreamerv3.cli.config import ConfigError
 from dreamerv3.cli.schema import read_keys
 from dreamerv3.cli.scripts import SCRIPTS
-from dreamerv3.main import main
+from dreamerv3.main import load_config, main, make_env
+from embodied.envs import env_seed
 from embodied.rpc import AuthError
 from embodied.run import parallel
 from embodied.run.parallel.observations import ObservationError
@@ -74,3 +75,21 @@ def test_an_env_id_that_does_not_exist_is_refused(tmp_path, capsys):
     argv = ["--script", "parallel_env", "--replica", "20", "--run.actor_addr"]
     assert main([*argv, "localhost:7", "--logdir", str(tmp_path)]) == 2
     assert "run.envs + run.eval_envs (20)" in capsys.readouterr().err
+
+
+def test_replicas_have_environments_of_their_own(monkeypatch):
+    seeds = []
+
+    def make(task, index, seed, **options):
+        seeds.append(env_seed(seed, index))
+        raise LookupError
+
+    monkeypatch.setattr("embodied.envs.registry.make", make)
+    flags = ["--task", "grid_reach", "--run.envs", "2", "--replicas", "2"]
+    for replica in ("0", "1"):
+        config = load_config([*flags, "--replica", replica])
+        for index in range(2):
+            with pytest.raises(LookupError):
+                make_env(config, index)
+    assert len(set(seeds)) == 4
+    assert seeds[:2] == [env_seed(0, 0), env_seed(0, 1)]  # As without replicas.
