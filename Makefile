@@ -13,6 +13,8 @@ WHEEL_BIN := $(WHEEL_VENV)/bin
 WHEEL_EMPTY := $(WHEEL_VENV)/.empty
 WHEEL_INSTALLED := $(WHEEL_VENV)/.installed
 PACKAGED := $(shell find embodied dreamerv3 -type f -not -name '*.pyc')
+# Bytecode is kept, whatever the environment says: tests start thousands of processes.
+export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-warn-script-location -c constraints.txt
 
 .PHONY: help venv wheel demo test test-slow lint format bench clean
