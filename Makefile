@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& echo $$p && break; done)
-EXTRAS := dev,portal,view,wandb,onnx,video,atari,bsuite,crafter,dmc,envpool,memmaze,minigrid,mujoco
+EXTRAS := dev,portal,view,wandb,onnx,video,atari,bsuite,crafter,dmc,envpool,memmaze,minigrid,mujoco,ray
 LOGDIR ?= logdir/demo
 # An environment that has the package as users install it, and nothing else.
 WHEEL_VENV := .venv-wheel
@@ -15,7 +15,8 @@ WHEEL_INSTALLED := $(WHEEL_VENV)/.installed
 PACKAGED := $(shell find embodied dreamerv3 -type f -not -name '*.pyc')
 # Bytecode is kept, whatever the environment says: tests start thousands of processes.
 export PYTHONDONTWRITEBYTECODE :=
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-warn-script-location -c constraints.txt
+# What is used is compiled then; all of it would take a minute.
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-warn-script-location --no-compile -c constraints.txt
 
 .PHONY: help venv wheel demo test test-slow lint format bench clean
 
@@ -45,7 +46,7 @@ $(WHEEL_INSTALLED): $(WHEEL_EMPTY) README.md LICENSE $(PACKAGED)
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WHEEL_VENV)/dist .
 	@rm -rf build
 	@$(WHEEL_BIN)/python $(PIP_INSTALL) --no-deps --force-reinstall $(WHEEL_VENV)/dist/*.whl
-	@$(WHEEL_BIN)/python $(PIP_INSTALL) --no-compile $(WHEEL_VENV)/dist/*.whl
+	@$(WHEEL_BIN)/python $(PIP_INSTALL) $(WHEEL_VENV)/dist/*.whl
 	@touch $(WHEEL_INSTALLED)
 
 demo: $(INSTALLED) ## Learn to balance a pole, in minutes on a CPU, and draw the curve

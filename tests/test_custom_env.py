@@ -17,6 +17,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # Most of it for the first compilation.
 def test_example_trains(tmp_path):
     result = subprocess.run(

@@ -10,6 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 FEW = "--run.steps 400 --run.train_ratio 16 --agent.imag_length 3"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_demo_ends_by_saying_where_everything_is(tmp_path):
     logdir = tmp_path / "demo"

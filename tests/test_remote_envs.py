@@ -11,6 +11,7 @@ import pytest
 EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "remote_envs.sh"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_example_ends_with_the_run_and_has_steps_of_both_hosts(tmp_path):
     flags = ["--configs", "debug", "--random_agent", "True", "--task", "dummy_disc"]

@@ -32,6 +32,7 @@ def trained() -> tuple[Agent, dict, dict, dict]:
     return agent, outputs, metrics, agent.save()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_agents_with_one_seed_have_the_same_bits_after_20_updates(trained):
     other = make_agent()

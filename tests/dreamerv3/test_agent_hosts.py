@@ -26,6 +26,7 @@ np.savez(file, **dreamer_testing.train_rounds(agent, {ROUNDS}, {ROWS}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_processes_equal_one(tmp_path):
     address = f"localhost:{free_port()}"

@@ -332,7 +332,7 @@ def as_flag(key, value):
 
 
 @pytest.mark.parametrize(
-    "examples", [30, pytest.param(500, marks=pytest.mark.slow)], ids=str
+    "examples", [15, pytest.param(500, marks=pytest.mark.slow)], ids=str
 )
 def test_flags_to_config_to_file_and_back(tmp_path, examples):
     @settings(

@@ -102,6 +102,7 @@ class TestPrograms:
             assert name in names
         assert {"episode/score", "eval_episode/score"} <= names
 
+    @pytest.mark.slow
     def test_a_signal_saves(self, tmp_path):
         argv = arguments(tmp_path, 10**9, "--run.log_every", "0.1")
         argv += ["--logger.outputs+", "terminal", "--logger.filter", "train/opt/loss"]
@@ -179,6 +180,7 @@ class TestReproducible:
         assert result.updates == UPDATES
         return agent.save()
 
+    @pytest.mark.slow
     def test_two_runs_with_one_seed_are_equal_bit_for_bit(self, tmp_path):
         one = self.run(tmp_path / "1")
         two = self.run(tmp_path / "2", "--run.save_every", "-1")

@@ -25,6 +25,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # Most of it for the first compilation.
 def test_example_trains(tmp_path):
     command = [sys.executable, EXAMPLE, "--logdir", tmp_path / "run", *TINY]

@@ -24,9 +24,9 @@ def image(height, width, channels=3):
 # Observations, actions, and flags.
 CASES = {
     "vectors, discrete actions": (VECTOR, MOVE, []),
-    "a small gray image, continuous actions": ({"image": image(48, 48, 1)}, FORCE, []),
 }
 SLOW_CASES = {
+    "a small gray image, continuous actions": ({"image": image(48, 48, 1)}, FORCE, []),
     "mixed observations, mixed actions": (
         {**VECTOR, "image": image(64, 64), "token": Space(np.int32, (), 0, 6)},
         {**MOVE, **FORCE},

@@ -21,7 +21,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 @pytest.mark.parametrize(
     ("kills", "save_every"),
     [
-        (6, "1"),
+        (3, "1"),
         pytest.param(6, "-1", marks=SLOW, id="6-always saving"),
         pytest.param(40, "1", marks=SLOW),
         pytest.param(40, "-1", marks=SLOW, id="40-always saving"),

@@ -29,9 +29,10 @@ def killed(tmp_path_factory):
 class TestDamagedFiles:
     @pytest.mark.parametrize(
         "every",
-        [False, pytest.param(True, marks=pytest.mark.slow)],
+        [False, True],
         ids=["some", "all"],
     )
+    @pytest.mark.slow
     @pytest.mark.timeout(900)
     def test_the_newest_whole_checkpoint_counts(self, killed, tmp_path, every):
         older, newest = manifests(killed)[-2:]
@@ -168,7 +169,11 @@ def shown_step(output):
 
 
 class TestEndDuringSave:
-    @pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
+    @pytest.mark.parametrize(
+        "process",
+        [pytest.param(False, marks=pytest.mark.slow), True],
+        ids=["thread", "process"],
+    )
     def test_all_of_the_end_is_saved(self, tmp_path, process):
         flags = ["--run.save_every", "-1", "--run.agent_process", process]
         with Run(tmp_path, *flags) as run:

@@ -45,9 +45,8 @@ def flood(ports, stop, count):
                     stranger.send(os.urandom(index % 100))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "count"), [(4, 100), pytest.param(60, 300, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "count"), [(4, 100), (60, 300)])
 def test_a_run_goes_on_with_strangers_at_its_ports(tmp_path, seconds, count):
     with Run(tmp_path, "--run.save_every", "3") as run:
         run.goes_on()

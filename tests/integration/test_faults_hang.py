@@ -15,9 +15,6 @@ from fault_testing import (
     sequences,
 )
 
-QUICK = pytest.param(7, id="short")  # More than twice the timeout of envs.
-LONG = pytest.param(20, id="long", marks=pytest.mark.slow)
-
 
 class TestStopped:
     @pytest.mark.slow
@@ -51,7 +48,8 @@ class TestStopped:
         begins = episodes["where"][:, 1][episodes["is_first"][:, 1]]
         assert len(begins) and not begins[:, 2].any(), "in the middle of an episode"
 
-    @pytest.mark.parametrize("seconds", [QUICK, LONG])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("seconds", [7, 20])  # The timeout of envs is 3.
     def test_everyone_waits_for_the_replay(self, tmp_path, seconds):
         with Run(tmp_path, "--run.env_timeout", "3") as run:
             run.goes_on()
@@ -102,7 +100,9 @@ class TestEnvironments:
         assert failure.count("\n") == 1 and KINDS["shape"] in failure
         assert "(3 times SpaceError in 600 s, 2 restarts allowed)" in failure
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        "kind", ["raise", "shape", pytest.param("sleep", marks=pytest.mark.slow)]
+    )
     def test_one_that_always_fails_ends_the_run(self, tmp_path, kind):
         flags = ["--run.env_timeout", "2", "--run.restarts.env", "1"]
         flags += ["--run.save_every", "1000"]

@@ -116,7 +116,7 @@ class TestLauncher:
 
     @pytest.mark.parametrize(
         "rounds",
-        [3, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+        [1, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
     )
     def test_the_run_goes_on_from_its_last_save(self, tmp_path, rounds):
         moments = random.Random(rounds)

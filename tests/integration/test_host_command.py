@@ -40,6 +40,7 @@ def printed(logdir, *flags):
     return argv, notes
 
 
+@pytest.mark.slow
 def test_printed_commands_join_a_live_run(tmp_path):
     """Two hosts by what is printed for them; the second gets ids after the first."""
     Keys.generate().save(tmp_path / "run.keys")

@@ -31,7 +31,9 @@ class Broken(gymnasium.Env):
 """
 
 
-@pytest.mark.parametrize("script", ["train", "parallel"])
+@pytest.mark.parametrize(
+    "script", [pytest.param("train", marks=pytest.mark.slow), "parallel"]
+)
 def test_they_are_reported_replaced_and_counted(tmp_path, script):
     (tmp_path / "broken_env.py").write_text(ENV)
     logdir = tmp_path / "run"

@@ -8,6 +8,7 @@ from parallel_testing import Program, small, wait_until
 from embodied.run.parallel import bottleneck
 
 ROLES = ("env", "actor", "replay", "transfer", "learner")
+QUICK_ROLES = ("replay", "learner")
 LINES = 3  # That must name the role, one after the other.
 WAIT = 45.0  # Seconds until all roles have reported, and then for the lines.
 
@@ -72,7 +73,13 @@ embodied.run.parallel.combined(*parts.seven(), parts.args)
 FLAGS = ["--batch_length", "4", "--run.eval_envs", "0", "--run.report_every", "0"]
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    "role",
+    [
+        pytest.param(role, marks=[pytest.mark.slow] * (role not in QUICK_ROLES))
+        for role in ROLES
+    ],
+)
 def test_the_slow_role_is_named(tmp_path, role):
     script, logdir = tmp_path / "train.py", tmp_path / "run"
     script.write_text(SCRIPT)

@@ -206,7 +206,9 @@ def test_a_role_whose_server_falls_silent_is_restarted(tmp_path):
         assert program.output().count("Role replay is restarted") == 1
 
 
-@pytest.mark.parametrize("method", ["train", "policy"])
+@pytest.mark.parametrize(
+    "method", ["train", pytest.param("policy", marks=pytest.mark.slow)]
+)
 def test_env_workers_wait_for_an_agent_that_comes_back(tmp_path, method):
     fault, logdir = tmp_path / "fault", tmp_path / "run"
     fault.touch()

@@ -73,7 +73,9 @@ class TestRoleThatDoesNotAnswer:
 class TestRoleThatIsNotThere:
     """One Ctrl-C is enough, since there is nothing to save."""
 
-    @pytest.mark.parametrize("own_process", [False, True])
+    @pytest.mark.parametrize(
+        "own_process", [False, pytest.param(True, marks=pytest.mark.slow)]
+    )
     def test_the_replay_is_elsewhere(self, tmp_path, addresses, own_process):
         flags = ["--run.remote_replay", "True", "--run.agent_process", own_process]
         with Program(*small(tmp_path / "run", *addresses, *flags)) as program:
@@ -94,7 +96,10 @@ class TestRoleThatIsNotThere:
 
     @pytest.mark.parametrize(
         ("replica", "whom"),
-        [(0, "Replica 0 waits for the others of 2."), (1, "the first replica at ")],
+        [
+            (0, "Replica 0 waits for the others of 2."),
+            pytest.param(1, "the first replica at ", marks=pytest.mark.slow),
+        ],
     )
     def test_other_replicas(self, tmp_path, replica, whom):
         flags = ["--replicas", 2, "--replica", replica, "--clock_port", free_port()]

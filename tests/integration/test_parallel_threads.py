@@ -41,7 +41,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param("portal", marks=pytest.mark.slow), "threading"]
+)
 def test_threads_of_a_program(tmp_path, addresses, kind):
     script, logdir = tmp_path / "program.py", tmp_path / "run"
     script.write_text(SCRIPT.format(thread=KINDS[kind], setup=""))

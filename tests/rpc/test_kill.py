@@ -19,7 +19,7 @@ from embodied.rpc import BatchServer, Client, Disconnected, Keys, free_port
 from embodied.workers import Process
 
 KEYS = Keys.generate()
-ROUNDS = [5, pytest.param(50, marks=pytest.mark.slow)]
+ROUNDS = [2, pytest.param(50, marks=pytest.mark.slow)]
 
 
 def wait_for(condition, seconds=15):

@@ -224,6 +224,7 @@ def finish(start, tmp_path):
     assert (folder / "curves.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_suite_that_was_killed_leaves_nothing_running_and_goes_on(
     slow_suite, tmp_path

@@ -30,7 +30,6 @@ from view_testing import (
 
 pytest.importorskip("starlette", reason="the extra `view` is not installed")
 pytestmark = [
-    pytest.mark.slow,  # With a browser each takes seconds.
     pytest.mark.skipif(bool(browser_missing()), reason=browser_missing() or "there"),
     pytest.mark.timeout(180),
 ]

@@ -101,7 +101,6 @@ def at(driver):
 
 
 @needs_browser
-@pytest.mark.slow
 @pytest.mark.parametrize("state", ["ended", "live"])
 def test_the_dream_answers_to_keys(chromium, address, identity, dreamer, state):
     live = LiveFile(dreamer, lambda: {"step": 200}, every=0.2)
