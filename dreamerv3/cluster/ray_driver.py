@@ -217,11 +217,12 @@ class ClusterRun:
         for bundle in (*self._heads, *self._envs):
             if bundle.actor is actor and bundle.place is None and not self._stopping:
                 acting = sum(x.envs for b, x in self._envs.items() if b.running)
+                total = sum(x.envs for x in self._envs.values())
                 log.info(
                     "%s: waiting for a node with %s. %d of %d training environments "
                     "have one.",
                     *(bundle.title, show_resources(bundle.resources)),
-                    *(acting, self._config.run.envs),
+                    *(acting, total),
                 )
 
     def _drop_actor(self, bundle: Bundle) -> None:

@@ -160,8 +160,9 @@ def check_nodes(
     shown = show_resources(needed)
     if len(able) < config.replicas:
         log.warning(
-            "%d of the %d nodes that the run needs have %s: it waits for others.",
-            *(len(able), config.replicas, shown),
+            "Nodes that can hold %s: %d of the %d that are needed. The run waits for "
+            "others.",
+            *(shown, len(able), config.replicas),
         )
     elif blind:
         log.warning(
