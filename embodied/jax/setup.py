@@ -197,6 +197,8 @@ def _connect(address: str, replica: int, replicas: int) -> None:
     logger.info(
         "Host %d of %d waits for the others at %s ...", replica, replicas, address
     )
+    # It would take SIGTERM for itself, which is how this process is told to save.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=address,
         num_processes=replicas,

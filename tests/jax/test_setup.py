@@ -1,5 +1,7 @@
 """JAX is prepared as the settings say, or there is an error that says why not."""
 
+import concurrent.futures
+import functools
 import json
 import os
 
@@ -13,6 +15,7 @@ from embodied.jax.setup import (
     setup,
     xla_flags,
 )
+from embodied.rpc import free_port
 
 COUNT = "xla_force_host_platform_device_count"
 
@@ -178,3 +181,24 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     backend = setup("cpu", cache=file)
     assert backend.platform == "cpu"
     assert "are not cached" in caplog.text
+
+
+def test_hosts_that_train_together_still_hear_signals(tmp_path):
+    code = """
+import os, signal, sys, time
+heard = []
+signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
+from embodied.jax.setup import setup
+setup('cpu', replica=int(sys.argv[1]), replicas=2, coordinator_address=sys.argv[2])
+os.kill(os.getpid(), signal.SIGTERM)
+deadline = time.monotonic() + 30
+while not heard and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(heard)
+"""
+    address = f"localhost:{free_port()}"
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        environ = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+        run = functools.partial(run_program, code, **environ)
+        shown = list(pool.map(run, ("0", "1"), [address] * 2))
+    assert [text.strip() for text in shown] == ["[True]"] * 2

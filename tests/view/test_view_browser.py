@@ -22,6 +22,7 @@ from view_testing import (
     program,
     running,
     text,
+    texts,
     view,
     wait_for,
     write_run,
@@ -175,11 +176,11 @@ def test_videos_of_a_finished_run(page, address):
     driver = page(f"videos/{identity(address, 'finished2')}", "figure")
     assert len(find(driver, "figure")) == 2 and "error" in text(driver, "section")
     assert NASTY in text(driver, "section h2")
-    wait_for(lambda: all(map(loaded, find(driver, "main img"))), "the pictures")
+    wait_for(lambda: loaded(driver), "the pictures")
     assert "still" not in find(driver, "main img")[0].get_attribute("src")
     find(driver, "figure button")[0].click()
     assert "still" in find(driver, "main img")[0].get_attribute("src")
-    wait_for(lambda: all(map(loaded, find(driver, "main img"))), "the picture")
+    wait_for(lambda: loaded(driver), "the picture")
     find(driver, "select option")[1].click()
     wait_for(lambda: NASTY not in text(driver, "section h2"), "one name alone")
 
@@ -187,9 +188,9 @@ def test_videos_of_a_finished_run(page, address):
 def test_videos_of_a_live_run_come_by_themselves(page, address, live):
     driver = page(f"videos/{identity(address, 'live')}", "figure")
     assert "epstats/policy_image" in text(driver, "section h2")
-    first = find(driver, "figcaption")[0].text
-    wait_for(lambda: find(driver, "figcaption")[0].text != first, "the next episode")
-    wait_for(lambda: loaded(find(driver, "main img")[0]), "its picture")
+    first = texts(driver, "figcaption")[0]
+    wait_for(lambda: texts(driver, "figcaption")[0] != first, "the next episode")
+    wait_for(lambda: loaded(driver), "its picture")
 
 
 def test_who_wants_less_motion_gets_pictures(page, address, chromium):

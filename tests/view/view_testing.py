@@ -227,18 +227,24 @@ def find(driver, selector):
     return driver.find_elements("css selector", selector)
 
 
+def ask_all(driver, selector, expression):
+    """Asks all elements at once, since pages of live runs are drawn anew."""
+    script = f"return [...document.querySelectorAll(arguments[0])].map({expression})"
+    return driver.execute_script(script, selector)
+
+
+def texts(driver, selector):
+    """What elements show."""
+    return ask_all(driver, selector, "(x) => x.innerText ?? x.textContent")
+
+
 def text(driver, selector):
-    from selenium.common.exceptions import StaleElementReferenceException
-
-    try:
-        return " ".join(element.text for element in find(driver, selector)).strip()
-    except StaleElementReferenceException:  # Drawn anew at this moment.
-        return ""
+    return " ".join(texts(driver, selector)).strip()
 
 
-def loaded(image):
-    """Whether a picture has come."""
-    return int(image.get_property("naturalWidth") or 0) > 0
+def loaded(driver, selector="main img"):
+    """Whether all pictures have come, of which there are some."""
+    return all(ask_all(driver, selector, "(x) => x.naturalWidth") or [0])
 
 
 def identity(address, name):
