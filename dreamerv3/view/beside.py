@@ -84,8 +84,8 @@ def _supervise(supervisor: Any, done: threading.Event) -> None:
 
 
 def _serve(logdir: str, *address: Any) -> None:
+    os.nice(PRIORITY)  # Before its imports, which take a while.
     from dreamerv3.view.web_server import serve
 
-    os.nice(PRIORITY)
     host, port, sessions, token = address
     serve([logdir], host, port, sessions, token)
