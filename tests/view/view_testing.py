@@ -234,8 +234,9 @@ def ask_all(driver, selector, expression):
 
 
 def texts(driver, selector):
-    """What elements show."""
-    return ask_all(driver, selector, "(x) => x.innerText ?? x.textContent")
+    """What elements show, nothing if they are hidden."""
+    shown = '(x) => x.checkVisibility() ? (x.innerText ?? x.textContent) : ""'
+    return ask_all(driver, selector, shown)
 
 
 def text(driver, selector):
