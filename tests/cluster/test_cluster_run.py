@@ -46,6 +46,7 @@ def test_a_run_survives_the_loss_of_an_env_node(cluster, tmp_path):
     assert config.run.keyfile == ""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("ray_installed")
 def test_ray_is_started_here_where_there_is_no_address(tmp_path):

@@ -192,7 +192,7 @@ def settings(slowtar):
     return LossSettings(lam=0.95, slowreg=0.5, slowtar=slowtar, actent=0.1)
 
 
-@pytest.mark.parametrize("slowtar", [False, True])
+@pytest.mark.parametrize("slowtar", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_imagination(slowtar):
     raw, actions = policy_inputs(STEPS - 1)
     logits = value_logits(ROWS, STEPS)

@@ -121,6 +121,7 @@ def compare_onnx(logdir, folder):
     assert all(len(value) == 3 for value in step(many).values())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # The conversion takes its time.
 def test_onnx_acts_like_load_and_without_jax(tmp_path):
     save_agent(tmp_path / "run", "--task", "gym_CartPole-v1")

@@ -31,9 +31,8 @@ class Broken(gymnasium.Env):
 """
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param("train", marks=pytest.mark.slow), "parallel"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train", "parallel"])
 def test_they_are_reported_replaced_and_counted(tmp_path, script):
     (tmp_path / "broken_env.py").write_text(ENV)
     logdir = tmp_path / "run"
