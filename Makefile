@@ -15,7 +15,7 @@ WHEEL_INSTALLED := $(WHEEL_VENV)/.installed
 PACKAGED := $(shell find embodied dreamerv3 -type f -not -name '*.pyc')
 # Bytecode is kept, whatever the environment says: tests start thousands of processes.
 export PYTHONDONTWRITEBYTECODE :=
-# What is used is compiled then; all of it would take a minute.
+# Of packages it is made when they are first used: for all of them it takes a minute.
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-warn-script-location --no-compile -c constraints.txt
 
 .PHONY: help venv wheel demo test test-slow lint format bench clean

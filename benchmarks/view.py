@@ -1,14 +1,16 @@
-"""Measures the view: its first page, a long curve, memory, and what it does idly.
+"""Measures the view: its first page, a long curve, memory, idling; or a dream.
 
     python -m benchmarks.view
+    python -m benchmarks.view --dream      # Frames per second in a model of size12m.
 
 A folder of 100 runs, one of which has 1,000,000 scores, is shown by a server of its
-own. The last line is one JSON object.
+own; for a dream, a run that has just begun. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pathlib
 import subprocess
@@ -16,14 +18,17 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
 
 from dreamerv3.cli.config import FILENAME, load_config
 
+ANSWER_SECONDS = 300.0  # Far above what any takes.
 IDLE_SECONDS = 10.0
+DREAM_STEPS = 100
+RUN_STEPS = 200  # Too few for an update, which takes minutes to compile.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,9 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=100, help="below the folder")
     parser.add_argument("--rows", type=int, default=1_000_000, help="of one of them")
+    parser.add_argument(
+        "--dream", nargs="?", const="size12m", help="measure a dream in such a model"
+    )
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="view-") as name:
         folder = pathlib.Path(name)
+        if options.dream:
+            print(json.dumps(measure_dream(folder / "run", options.dream)))
+            return 0
         load_config(["--logdir", name]).save(folder / FILENAME)
         config = (folder / FILENAME).read_text()
         (folder / FILENAME).unlink()
@@ -55,26 +66,18 @@ def write_run(folder: pathlib.Path, config: str, rows: int) -> None:
 
 def measure(folder: pathlib.Path) -> dict[str, Any]:
     """Asks a server for what a browser would ask for."""
-    command = [sys.executable, "-m", "dreamerv3.main", "--script", "view"]
-    command += ["--logdir", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            address = process.stdout.readline().split()[-1]
-            page, _ = timed(address)
-            first, content = timed(f"{address}api/runs")
-            runs = json.loads(content)
-            (long,) = (run["id"] for run in runs if run["name"] == "run0")
-            curve, content = timed(f"{address}api/series?run={long}")
-            total = json.loads(content)[0]["total"]
-            server = psutil.Process(process.pid)
-            before = server.cpu_times()
-            time.sleep(IDLE_SECONDS)
-            after = server.cpu_times()
-            used = after.user + after.system - before.user - before.system
-            memory = server.memory_info().rss
-        finally:
-            process.terminate()
+    with served(folder) as (address, server):
+        page, _ = timed(address)
+        first, content = timed(f"{address}api/runs")
+        runs = json.loads(content)
+        (long,) = (run["id"] for run in runs if run["name"] == "run0")
+        curve, content = timed(f"{address}api/series?run={long}")
+        total = json.loads(content)[0]["total"]
+        before = server.cpu_times()
+        time.sleep(IDLE_SECONDS)
+        after = server.cpu_times()
+        used = after.user + after.system - before.user - before.system
+        memory = server.memory_info().rss
     return {
         "runs": len(runs),
         "first_page_s": round(page + first, 2),
@@ -85,10 +88,49 @@ def measure(folder: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def timed(address: str) -> tuple[float, bytes]:
+def measure_dream(logdir: pathlib.Path, size: str) -> dict[str, Any]:
+    """Lets the policy play in the model of a run, as fast as frames come."""
+    command = [sys.executable, "-m", "dreamerv3.main", "--script", "train"]
+    command += ["--configs", size, "--task", "dummy_disc", "--logdir", str(logdir)]
+    command += ["--run.steps", str(RUN_STEPS), "--logger.outputs", "jsonl"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    with served(logdir) as (address, _):
+        _, content = timed(f"{address}api/runs")
+        (run,) = json.loads(content)
+        start, content = timed(f"{address}api/dream", {"run": run["id"], "moment": 0.3})
+        dream = f"{address}api/dream/{json.loads(content)['session']}"
+        timed(dream, {"do": "start", "moment": 0.3})
+        policy = {"do": "step", "policy": True}
+        times = [timed(dream, policy)[0] for _ in range(DREAM_STEPS)]
+    return {
+        "size": size,
+        "start_s": round(start, 1),
+        "frames_per_s": round(DREAM_STEPS / sum(times), 1),
+        "longest_frame_ms": round(1000 * max(times), 1),
+    }
+
+
+@contextlib.contextmanager
+def served(folder: pathlib.Path) -> Iterator[tuple[str, psutil.Process]]:
+    """Serves a folder; yields the address of the view, and its process."""
+    command = [sys.executable, "-m", "dreamerv3.main", "--script", "view"]
+    command += ["--logdir", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            yield address, psutil.Process(process.pid)
+        finally:
+            process.terminate()
+
+
+def timed(address: str, body: dict[str, Any] | None = None) -> tuple[float, bytes]:
     """Returns how long an answer took, and its content."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} if data else {}
+    request = urllib.request.Request(address, data, headers)
     begin = time.perf_counter()
-    with urllib.request.urlopen(address) as reply:
+    with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
         content = reply.read()
     return time.perf_counter() - begin, content
 

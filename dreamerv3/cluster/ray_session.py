@@ -173,7 +173,7 @@ def check_nodes(
     elif len(able) == config.replicas:
         names = ", ".join(_name(nodes[node]) for node in able)
         log.info(
-            "Only %s can hold %s: if it is lost, the run waits for another one.",
+            "Only %s can hold %s: if one is lost, the run waits for another.",
             *(names, shown),
         )
 

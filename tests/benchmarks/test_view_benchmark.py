@@ -31,3 +31,10 @@ def test_runs_with_and_without_the_view_take_turns(capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0.98 < found["env_steps_ratio"] < 1
     assert len(found["env_steps_per_second"]["with"]) == 2
+
+
+@pytest.mark.slow
+def test_a_dream_has_frames(capsys):
+    assert view.main(["--dream", "debug"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["frames_per_s"] > 0

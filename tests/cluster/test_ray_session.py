@@ -50,8 +50,7 @@ def test_nothing_is_said_where_a_head_has_two_nodes(check):
 
 def test_a_head_that_could_go_on_nowhere_else_is_told(check):
     assert check(nodes_with(HEAD, {})) == (
-        "Only a (10.0.0.1) can hold head=1: if it is lost, the run waits for another "
-        "one."
+        "Only a (10.0.0.1) can hold head=1: if one is lost, the run waits for another."
     )
 
 

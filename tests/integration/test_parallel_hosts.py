@@ -4,13 +4,19 @@ import contextlib
 import itertools
 import os
 import subprocess
+import time
 
 import pytest
-from parallel_testing import Program, Saved, small
+from parallel_testing import Program, Saved, last_step, small, wait_until
 
+from benchmarks.chaos.audit import read_stored
+from benchmarks.chaos.numbered_env import TRACES
 from embodied.rpc import Keys
 
 NUMBERS = itertools.count()
+PARTITION_SECONDS = 35.0  # More than any timeout of a connection.
+# Environments whose every step can be told from all others.
+NUMBERED = ["--task", "benchmarks.chaos.numbered_env:Numbered", "--run.eval_envs", "0"]
 
 
 class Hosts:
@@ -41,6 +47,13 @@ class Hosts:
     def prefix(self, host):
         """What to put before a command to run it on a host."""
         return ["ip", "netns", "exec", self._names[host]]
+
+    def pull_cable(self, seconds):
+        """Lets nothing through for a while."""
+        near = ("-n", self._names["train"], "link", "set", self._cable[0])
+        ip(*near, "down")
+        time.sleep(seconds)
+        ip(*near, "up")
 
     def _make(self):
         for name in self._names.values():
@@ -85,9 +98,9 @@ def hosts():
         yield made
 
 
-def commands(hosts, folder, train_keys, env_keys):
+def commands(hosts, folder, train_keys, env_keys, *flags):
     """The programs of the two hosts."""
-    addresses = ["--run.actor_addr", f"{hosts.address}:7001"]
+    addresses = ["--run.actor_addr", f"{hosts.address}:7001", *flags]
     train = small(
         folder / "run",
         *(*addresses, "--run.remote_envs", "True", "--run.keyfile", str(train_keys)),
@@ -114,6 +127,28 @@ def test_environments_of_another_host(hosts, tmp_path):
         assert env.wait() == 0, env.output()
         assert "Traceback" not in train.output() + env.output()
     assert Saved(tmp_path / "run").step > 0
+
+
+@pytest.mark.slow
+def test_a_host_that_was_out_of_reach_comes_back(hosts, tmp_path, monkeypatch):
+    monkeypatch.setenv(TRACES, str(tmp_path))
+    keys, logdir = tmp_path / "keys.json", tmp_path / "run"
+    Keys.generate().save(keys)
+    pair = commands(hosts, tmp_path, keys, keys, *NUMBERED, "--replay.size", "1e6")
+    with pair[0] as train, pair[1] as env:
+        train.wait_for_envs(logdir, 2)
+        hosts.pull_cable(PARTITION_SECONDS)
+        assert "Nothing is heard of envs 0 to 1 since " in train.output()
+        train.wait_for("Back after ")
+        step = last_step(logdir)
+        wait_until(lambda: last_step(logdir) > step + 200, program=train)
+        train.interrupt()
+        assert train.wait() == 0, f"{train.output()}\n{env.output()}"
+        assert env.wait() == 0, env.output()
+    stored = read_stored(logdir)
+    assert not stored.problems and stored.counts["stored"] > 200
+    for what in ("gaps", "duplicates", "mixed", "torn_episodes"):
+        assert not stored.counts[what], stored.counts
 
 
 def test_a_host_with_another_key_is_refused(hosts, tmp_path):

@@ -183,6 +183,14 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     assert "are not cached" in caplog.text
 
 
+def run_hosts(code, folder):
+    """Runs a program on two hosts that meet; returns what each has printed."""
+    environ = {"XDG_CACHE_HOME": str(folder), "JAX_PLATFORMS": "cpu"}
+    run = functools.partial(run_program, code, **environ)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return list(pool.map(run, ("0", "1"), [f"localhost:{free_port()}"] * 2))
+
+
 def test_hosts_that_train_together_still_hear_signals(tmp_path):
     code = """
 import os, signal, sys, time
@@ -196,9 +204,19 @@ while not heard and time.monotonic() < deadline:
     time.sleep(0.01)
 print(heard)
 """
-    address = f"localhost:{free_port()}"
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        environ = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-        run = functools.partial(run_program, code, **environ)
-        shown = list(pool.map(run, ("0", "1"), [address] * 2))
-    assert [text.strip() for text in shown] == ["[True]"] * 2
+    assert [text.strip() for text in run_hosts(code, tmp_path)] == ["[True]"] * 2
+
+
+def test_hosts_wait_for_the_slowest_compiler(tmp_path):
+    code = """
+import sys, time
+from embodied.jax.setup import setup
+setup('cpu', replica=int(sys.argv[1]), replicas=2, coordinator_address=sys.argv[2])
+from embodied.jax.compiling import compile_ahead
+time.sleep(2 * int(sys.argv[1]))
+begin = time.monotonic()  # A clock that both hosts share here.
+compile_ahead(lambda x: x + 1, (1.0,), name='a function', hosts=True)
+print(begin, time.monotonic())
+"""
+    times = [[*map(float, text.split())] for text in run_hosts(code, tmp_path)]
+    assert min(end for _, end in times) >= max(begin for begin, _ in times)
