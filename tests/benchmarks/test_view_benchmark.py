@@ -35,6 +35,6 @@ def test_runs_with_and_without_the_view_take_turns(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_dream_has_frames(capsys):
-    assert view.main(["--dream", "debug"]) == 0
+    assert view.main(["--dream", "size1m"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["frames_per_s"] > 0
