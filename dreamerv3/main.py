@@ -36,8 +36,6 @@ __all__ = [
     "make_stream",
 ]
 
-PACKAGE = "dreamerv3-parallel"
-
 
 def __getattr__(name: str) -> Any:
     # Here, because Ctrl-C while the program is being imported should be no traceback.
@@ -77,9 +75,9 @@ def _main(argv: list[str]) -> int:
         if topics is not None:
             print(help_text(topics), end="")
         elif "--version" in argv:
-            from importlib import metadata
+            from dreamerv3.cli.texts import package_version
 
-            print(f"dreamerv3 {metadata.version(PACKAGE)}")
+            print(f"dreamerv3 {package_version()}")
         else:
             config = load_config(argv)
             run_script(config, functools.partial(_find_script(config, argv), config))

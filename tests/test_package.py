@@ -95,7 +95,13 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("user")
     told = run(folder, *command_that_begins("dreamerv3 --configs demo"))
     assert "environments of gym_CartPole-v1" in told
-    for name in ("config.yaml", "metrics.jsonl", "scores.jsonl", "events.*", "ckpt"):
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "scores.jsonl",
+        "events.out.*",
+        "ckpt",
+    ):
         assert name in told[told.index("Written to logdir/demo") :]
     return folder
 

@@ -13,6 +13,7 @@ import pathlib
 import re
 import textwrap
 import traceback
+from importlib import metadata
 
 import elements
 
@@ -92,7 +93,7 @@ def files(config: elements.Config, trained: bool) -> list[str]:
         "config.yaml": "the configuration",
         "metrics.jsonl": "all metrics, a JSON object per line",
         "scores.jsonl": "the score of every episode",
-        "events.*": f"curves and videos: {_tensorboard(config.logdir)}",
+        "events.out.*": f"curves and videos: {_tensorboard(config.logdir)}",
         "scope": "metrics and videos for Scope",
     }
     lines = [f"Written to {logdir}:"]
@@ -111,6 +112,14 @@ def files(config: elements.Config, trained: bool) -> list[str]:
     )
     lines.append(f"{'':<18}and {play} plays it")
     return lines
+
+
+def package_version() -> str:
+    """Returns the version of the package; it has none where it is not installed."""
+    try:
+        return metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return "from a folder of sources"
 
 
 def _tensorboard(logdir: str) -> str:

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 
 import elements
@@ -21,6 +20,7 @@ from dreamerv3.cli.config import (
 )
 from dreamerv3.cli.logdir import LogdirInUse, claim
 from dreamerv3.cli.scripts import RunError
+from dreamerv3.cli.texts import package_version
 from dreamerv3.suite import score_table
 from dreamerv3.suite.accelerators import Slot, open_slots
 from dreamerv3.suite.curve_plot import draw_tasks
@@ -163,7 +163,7 @@ def _prepare(folder: Path, argv: Sequence[str]) -> None:
         ) from error
     note = {
         "command": shlex.join(["dreamerv3", *argv]),
-        "version": metadata.version("dreamerv3-parallel"),
+        "version": package_version(),
         "commit": _commit(),
     }
     write_file(folder, "suite.json", f"{json.dumps(note, indent=1)}\n".encode())

@@ -117,6 +117,11 @@ class TestMain:
         assert main(["--version"]) == 0
         assert capsys.readouterr().out.startswith("dreamerv3 0.")
 
+    def test_version_of_sources_that_are_not_installed(self, capsys, monkeypatch):
+        monkeypatch.setattr("dreamerv3.cli.texts.PACKAGE", "not-installed")
+        assert main(["--version"]) == 0
+        assert capsys.readouterr().out == "dreamerv3 from a folder of sources\n"
+
     def test_help(self, capsys):
         assert main(["-h"]) == 0
         assert "--task dummy_disc" in capsys.readouterr().out
@@ -156,7 +161,7 @@ class TestMain:
         words = "WARNING: No events for TensorBoard are written"
         assert words in shown and "pip install tensorboardX" in shown
         assert shown.index(words) < shown.index("2 steps in")
-        assert "events.*" not in shown and "metrics.jsonl" in shown
+        assert "events.out.*" not in shown and "metrics.jsonl" in shown
 
     def test_errors_of_the_program_itself_are_not_hidden(self, monkeypatch):
         def fail(config):
@@ -223,7 +228,7 @@ class TestFactories:
         }
         scores = read_lines(tmp_path / "scores.jsonl")
         assert scores == [{"step": 10, "episode/score": 3.0}]
-        assert len(list(tmp_path.glob("events.*"))) == 1
+        assert len(list(tmp_path.glob("events.out.*"))) == 1
 
     def test_logger_has_the_outputs_asked_for(self, tmp_path, capsys):
         argv = ["--logdir", str(tmp_path), "--logger.outputs", "terminal"]

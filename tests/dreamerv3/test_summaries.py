@@ -80,10 +80,14 @@ class TestFiles:
         make_files(tmp_path, "events.out.1", "ckpt/manifest.json", "replay/a.chunk")
         told = self.files(tmp_path)
         assert "  ckpt, replay    the policy and its training" in told
-        for name in ("config.yaml", "metrics.jsonl", "scores.jsonl", "events.*"):
+        for name in ("config.yaml", "metrics.jsonl", "scores.jsonl", "events.out.*"):
             assert f"\n  {name}" in told
         assert f"--script eval_only --logdir {tmp_path} plays it" in told
         assert "No checkpoint" not in told
+
+    def test_the_events_of_a_run_are_not_those_of_tensorboard(self, tmp_path):
+        make_files(tmp_path, "config.yaml", "events.jsonl")
+        assert "tensorboard" not in self.files(tmp_path)
 
     def test_a_rollout_misses_no_checkpoint(self, tmp_path):
         make_files(tmp_path, "config.yaml")
