@@ -22,6 +22,7 @@ from typing import Any
 
 TERMINATED = 128 + signal.SIGTERM  # Exit code after SIGTERM, as shells have it.
 LEAVE_SECONDS = 5.0  # For the threads and exit handlers of a call that failed.
+AGAIN_SECONDS = 0.02  # Until an end that was lost is asked for again.
 
 
 def pack(call: bytes, fds: Iterable[int]) -> bytes:
@@ -68,6 +69,7 @@ def main() -> int:
     lifeline, report = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _terminate)
+    sys.unraisablehook = _terminate_again
     if sys.stderr is not None:
         faulthandler.enable()
     try:
@@ -84,8 +86,9 @@ def main() -> int:
         return 1
     finally:
         # Nothing is left to unwind, and an exception would only disturb the exit.
-        if signal.getsignal(signal.SIGTERM) is _terminate:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGALRM):
+            if signal.getsignal(number) is _terminate:
+                signal.signal(number, signal.SIG_DFL)
     return 0
 
 
@@ -126,6 +129,19 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     # A second SIGTERM must not interrupt what the first one set off.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(TERMINATED)
+
+
+def _terminate_again(lost: sys.UnraisableHookArgs) -> None:
+    """Repeats what `_terminate` did where it could unwind nothing.
+
+    An exception does not leave a finaliser or the callback of a weak reference, which
+    may be what the signal has interrupted.
+    """
+    if not isinstance(lost.exc_value, SystemExit):
+        sys.__unraisablehook__(lost)
+        return
+    signal.signal(signal.SIGALRM, _terminate)
+    signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
 
 
 def _write(fd: int, content: bytes) -> None:

@@ -56,6 +56,52 @@ class TestStopping:
             assert (process.exitcode, process.error) == (-signal.SIGTERM, None)
             process.terminate()  # Its number may be another one's by now.
 
+    @pytest.mark.parametrize("moment", ["finaliser", "callback"])
+    def test_sigterm_is_not_lost_where_exceptions_are(self, line, capfd, moment):
+        def work(fd, moment):
+            import os
+            import threading
+            import weakref
+
+            def be_interrupted(*_):
+                os.write(fd, b"ready\n")
+                threading.Event().wait()
+
+            class Finalised:
+                if moment == "finaliser":
+                    __del__ = be_interrupted
+
+            thing = Finalised()
+            reference = weakref.ref(
+                thing, be_interrupted if moment == "callback" else None
+            )
+            try:
+                del thing
+                assert reference() is None
+                threading.Event().wait()
+            finally:
+                os.write(fd, b"cleaned\n")
+
+        process = Process(work, line.fd, moment, fds=[line.fd], start=True)
+        assert line.receive() == "ready"
+        assert process.kill(timeout=WAIT)
+        assert line.receive() == "cleaned"
+        assert (process.exitcode, process.error) == (-signal.SIGTERM, None)
+        assert capfd.readouterr().err == ""
+
+    def test_other_exceptions_in_finalisers_are_shown(self, line, capfd):
+        def work(fd):
+            class Finalised:
+                def __del__(self):
+                    raise OSError("no such thing")
+
+            Finalised()
+
+        with Process(work, line.fd, fds=[line.fd]) as process:
+            assert process.join(WAIT)
+        assert process.exitcode == 0
+        assert "OSError: no such thing" in capfd.readouterr().err
+
     def test_a_second_sigterm_does_not_interrupt_the_cleanup(self, line):
         def work(fd):
             import os
