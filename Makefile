@@ -57,7 +57,7 @@ test: lint $(WHEEL_INSTALLED) ## Lint, then all tests that are quick
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -q
 
 test-slow: $(INSTALLED) $(WHEEL_INSTALLED) ## The same tests with long rounds
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -q -m slow --timeout=3600 --ignore=tests/cluster
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -q -m slow --timeout=3600 --durations=20 --ignore=tests/cluster
 	@$(BIN)/python -m pytest -q -m slow --timeout=3600 tests/cluster  # With seconds to keep.
 
 lint: $(INSTALLED) ## Formatting, lint, types, who may import whom, and declared dependencies

@@ -8,9 +8,11 @@ the agent itself.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # As in `typing`, which would take its time.
 if TYPE_CHECKING:
+    from typing import Any
+
     from dreamerv3.agent import Agent
     from dreamerv3.api import train
     from dreamerv3.policies.inference import load

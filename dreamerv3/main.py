@@ -8,13 +8,18 @@ so that help and errors come at once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # As in `typing`, which would take its time.
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
+    from typing import Any
+
     import elements
 
     from dreamerv3.cli.config import load_config
@@ -66,11 +71,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(["left at once, without saving."], code=130)
 
 
-def _main(argv: list[str]) -> int:
-    from dreamerv3.cli.config import load_config
-    from dreamerv3.cli.help_pages import help_text
+def _interruptible(program: Callable[[], None]) -> Callable[[], None]:
+    """Has a program raise KeyboardInterrupt if Ctrl-C has made it fail in any way.
 
+    Modules in C whose import is interrupted raise ImportError, for example.
+    """
+    pressed = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    def run() -> None:
+        # Not in other threads, and not where somebody else takes care of it.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGINT, on_signal)
+        try:
+            program()
+        except Exception as error:
+            if pressed:
+                raise KeyboardInterrupt from error
+            raise
+        finally:
+            if signal.getsignal(signal.SIGINT) is on_signal:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    return run
+
+
+def _main(argv: list[str]) -> int:
     def start() -> None:
+        from dreamerv3.cli.config import load_config
+        from dreamerv3.cli.help_pages import help_text
+
         topics = _help_topics(argv)
         if topics is not None:
             print(help_text(topics), end="")
@@ -82,7 +116,7 @@ def _main(argv: list[str]) -> int:
             config = load_config(argv)
             run_script(config, functools.partial(_find_script(config, argv), config))
 
-    return exit_code(start)
+    return exit_code(_interruptible(start))
 
 
 def exit_code(

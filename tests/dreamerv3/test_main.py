@@ -72,7 +72,10 @@ class TestProcess:
         assert "embodied" in then and not then & HEAVY
 
     @pytest.mark.parametrize("module", ["elements", "numpy", "embodied.run", "jax"])
-    def test_an_interrupt_during_imports_is_no_traceback(self, tmp_path, module):
+    @pytest.mark.parametrize("becomes", ["KeyboardInterrupt", "ImportError"])
+    def test_an_interrupt_during_imports_is_no_traceback(
+        self, tmp_path, module, becomes
+    ):
         argv = ["--configs", "debug", "--logdir", str(tmp_path / "run")]
         code = (
             "import os, signal, sys\n"
@@ -81,7 +84,11 @@ class TestProcess:
             "class Finder:\n"
             "    def find_spec(name, *_):\n"
             f"        if name == {module!r}:\n"
-            "            os.kill(os.getpid(), signal.SIGINT)\n"
+            "            try:\n"
+            "                os.kill(os.getpid(), signal.SIGINT)\n"
+            "            except KeyboardInterrupt:\n"
+            # As modules in C do.
+            f"                raise {becomes}('not initialised') from None\n"
             "sys.meta_path.insert(0, Finder)\n"
             "from dreamerv3.main import main\n"
             f"sys.exit(main({argv}))\n"
