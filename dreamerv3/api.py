@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,9 +17,9 @@ import cloudpickle
 
 from dreamerv3.cli.config import ConfigError, flatten, load_config
 from dreamerv3.cli.factories import MakeEnv, make_env, make_own_env, make_spaces
-from dreamerv3.cli.logdir import kept_config
+from dreamerv3.cli.logdir import MANIFEST, kept_config
 from dreamerv3.cli.schema import read_keys
-from dreamerv3.cli.scripts import SCRIPTS
+from dreamerv3.cli.scripts import SCRIPTS, RunError
 from dreamerv3.policies.inference import LoadedPolicy, load
 from embodied.envs import registry
 
@@ -62,7 +63,8 @@ def train(
       ConfigError: a flag, a value or the logdir cannot be used.
       TaskError: the environment cannot be used.
       EnvError: the environment has failed in this process.
-      RunError: a role has failed; names it, with its traceback.
+      RunError: a role has failed; names it, with its traceback. Or the run was stopped
+        before its first checkpoint, so that there is no policy.
     """
     task, make, options = _source(env)
     given = {"script": "parallel", **_full_keys({**options, **flags})}
@@ -82,6 +84,11 @@ def train(
 
     with show_messages(), kept_config(config.logdir):
         SCRIPTS[config.script](config, make)
+    if not pathlib.Path(config.logdir, MANIFEST).exists():
+        raise RunError(
+            "The run was stopped before its first checkpoint: there is no policy yet. "
+            "The same call begins again."
+        )
     spaces = make_spaces(config, make) if config.random_agent else None
     platform, seed = config.jax.platform, config.seed
     return load(config.logdir, platform=platform, seed=seed, spaces=spaces)
@@ -145,6 +152,12 @@ def _copied(env: Any) -> tuple[str, MakeEnv, dict[str, Any]]:
     """Of an environment: a factory that makes others like it."""
     import gymnasium
 
+    if isinstance(env, gymnasium.vector.VectorEnv):
+        raise TypeError(
+            "train expected one environment, or what makes it, got a vector "
+            "environment. Give a function with a parameter num_envs that makes it, "
+            "such as lambda num_envs: gymnasium.make_vec('CartPole-v1', num_envs)."
+        )
     spec = env.spec if isinstance(env, gymnasium.Env) else None
     wrapped = spec is not None and any(
         wrapper.kwargs is None for wrapper in spec.additional_wrappers

@@ -16,7 +16,7 @@ import sys
 
 TYPE_CHECKING = False  # As in `typing`, which would take its time.
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType
     from typing import Any
 

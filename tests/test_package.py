@@ -106,6 +106,24 @@ def folder(tmp_path_factory):
     return folder
 
 
+def test_the_package_says_what_it_is():
+    """Type checkers see the types; people see Python versions, licence and links."""
+    code = (
+        "import importlib.metadata as m, importlib.resources as r, json\n"
+        "facts = m.metadata('dreamerv3-parallel').json\n"
+        "facts['typed'] = [r.files(x).joinpath('py.typed').is_file() "
+        "for x in ('embodied', 'dreamerv3')]\n"
+        "print(json.dumps(facts))"
+    )
+    facts = json.loads(run("/", "python", "-c", code))
+    assert facts["typed"] == [True, True]
+    known = " ".join(facts["classifier"])
+    for words in ("Python :: 3.11", "Python :: 3.12", "Typed", "Linux"):
+        assert words in known
+    assert facts["license_expression"] == "MIT" and facts["summary"]
+    assert any("https://" in link for link in facts["project_url"])
+
+
 def test_every_command_of_the_first_page_is_run():
     found = commands()
     assert len(found) >= 6

@@ -25,6 +25,7 @@ from embodied.replay import ReplayMemoryError
 from embodied.space import Space
 
 STEPS, SECONDS = 1000, 10.0  # Whatever comes first.
+BATCH_STEPS = 100  # Of environments that step together.
 LARGE_REWARD = 1e4
 LONG_EPISODE = 10_000  # Steps after which an environment may be endless.
 
@@ -56,8 +57,11 @@ def run_check(config: elements.Config, make: MakeEnv = make_env) -> None:
     if not problems:
         try:
             found = step_env(config, make)
+            step_together(config, make)
         except EnvError as error:
             problems.append(texts.env_failure(error))
+        except TaskError as error:
+            problems.append(str(error))
         else:
             print("\n".join(found.lines()))
             hints += found.hints()
@@ -156,8 +160,8 @@ class Stepped:
         """Yields what may be wrong, though it does not stop training."""
         if not self.lengths:
             yield (
-                f"no episode ended within {self.steps} steps. One that never ends has "
-                "no score: see embodied.wrappers.TimeLimit."
+                f"no episode ended within {self.steps} steps. If none ever does, there "
+                "are no scores: see embodied.wrappers.TimeLimit."
             )
         if self.lengths and max(self.lengths) == 0:
             yield "episodes end with their first observation."
@@ -193,6 +197,35 @@ def step_env(config: elements.Config, make: MakeEnv = make_env) -> Stepped:
             driver(agent.policy, steps=1)
         found.seconds = time.monotonic() - begin
     return found
+
+
+def step_together(config: elements.Config, make: MakeEnv = make_env) -> None:
+    """Steps the environments of a worker as one batch, if the task has them so.
+
+    Raises:
+      EnvError: they fail.
+      TaskError: they cannot be made.
+    """
+    rows = config.run.envs_per_worker
+    with env_errors(0, TaskError):
+        batch = EnvFactory(config, make).make_batch(range(rows))
+        if batch is None:
+            return
+        agent = RandomAgent(batch.obs_space, batch.act_space, seed=config.seed)
+        carry = agent.init_policy(rows)
+        actions = {
+            key: np.zeros((rows, *space.shape), space.dtype)
+            for key, space in batch.act_space.items()
+        }
+        reset = np.ones(rows, bool)
+        try:
+            for _ in range(BATCH_STEPS):
+                obs = batch.step({**actions, "reset": reset})
+                carry, actions, _ = agent.policy(carry, obs)
+                reset = obs["is_last"]
+        finally:
+            batch.close()
+    print(f"  {rows} environments of a worker step together")
 
 
 def _agent_problems(config: elements.Config, env: Env) -> list[str]:

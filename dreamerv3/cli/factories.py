@@ -182,6 +182,12 @@ def image_size(
     )
     if fits and len(set(images)) == 1:
         return None
+    asked = tuple(config.env.gym.get("size", ())) if images else ()
+    if any(asked) and set(images) == {asked}:
+        raise ConfigError(
+            f"env.gym.size: expected multiples of {factor} from {low} to {high}, which "
+            f"the networks can take, got {asked[0]} {asked[1]}."
+        )
     side = min(max(USUAL_SIZE // factor * factor, low), high)
     return side, side
 

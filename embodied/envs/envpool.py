@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from embodied.base import Env
@@ -38,7 +40,8 @@ def make_pool(
 
     if task not in envpool.list_all_envs():
         raise UnknownTask.named("task of EnvPool", task, envpool.list_all_envs())
-    spec = envpool.make_spec(task)
+    with _without_warnings():
+        spec = envpool.make_spec(task)
     atari: Mapping[str, Any] = {
         "img_height": int(size[0]),
         "img_width": int(size[1]),
@@ -52,17 +55,26 @@ def make_pool(
     }
     known = spec.config._fields if hasattr(spec.config, "_fields") else ()
     options = {key: value for key, value in atari.items() if key in known}
-    pool = envpool.make(
-        task,
-        env_type="gymnasium",
-        num_envs=len(seeds),
-        seed=seeds[0] // 2,  # Those of the others follow, in 31 bits.
-        num_threads=threads,
-        **options,
-    )
-    return VectorGym(pool, pool.reset)
+    with _without_warnings():
+        pool = envpool.make(
+            task,
+            env_type="gymnasium",
+            num_envs=len(seeds),
+            seed=seeds[0] // 2,  # Those of the others follow, in 31 bits.
+            num_threads=threads,
+            **options,
+        )
+        return VectorGym(pool, pool.reset)
 
 
 def make_envpool(task: str, seed: int = 0, **options: Any) -> Env:
     """Makes a single environment, for programs that step one at a time."""
     return OneOfBatch(make_pool(task, [seed], **options))
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leaves out Gymnasium's, that EnvPool gives bounds of spaces as doubles."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*precision lowered")
+        yield

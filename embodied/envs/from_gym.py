@@ -259,6 +259,12 @@ def make_registered(task: str) -> Iterator[None]:
             f"Expected an id that is registered with Gymnasium, got {task!r}. {error} "
             "The package that registers it can be named: gym_package:Name-v0."
         ) from error
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise UnusableEnv(
+            f"Expected arguments that gym_{task} takes in env.gym.kwargs: {error}."
+        ) from error
     except gymnasium.error.DependencyNotInstalled as error:
         if "mujoco" not in str(error).lower():
             raise MissingExtra(f"Task 'gym_{task}': {error}") from error

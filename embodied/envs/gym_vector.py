@@ -184,10 +184,55 @@ def make_vector(
     if vector == "none":
         return None
     with make_registered(task):
-        env = gymnasium.make_vec(
-            task, len(seeds), vectorization_mode=MODES[vector], **(kwargs or {})
-        )
+        try:
+            env = gymnasium.make_vec(
+                task, len(seeds), vectorization_mode=MODES[vector], **(kwargs or {})
+            )
+        except gymnasium.error.Error as error:
+            if vector != "own" or "vector entry point" not in str(error):
+                raise
+            raise UnusableEnv(
+                "Expected an id with a vector environment of its own for "
+                f"env.gym.vector own, got gym_{task}, which has none. Use sync or "
+                "async."
+            ) from error
     return from_vector(env, seeds if vector != "own" else seeds[:1], options)
+
+
+def make_vector_of(
+    factory: Callable[..., Any],
+    seeds: Sequence[int],
+    vector: str,
+    options: Mapping[str, Any],
+) -> VectorGym:
+    """Makes several Gymnasium environments of a class or function step together.
+
+    Args:
+      factory: makes one of them, without arguments.
+      seeds: one for each.
+      vector: `sync` or `async`.
+      options: of `VectorGym`.
+    """
+    if vector == "own":
+        raise UnusableEnv(
+            "Expected sync or async for env.gym.vector, got 'own', which is for ids "
+            "that are registered with a vector environment. A function with a "
+            "parameter num_envs can return one of its own."
+        )
+    kinds = {
+        "sync": gymnasium.vector.SyncVectorEnv,
+        "async": gymnasium.vector.AsyncVectorEnv,
+    }
+    first = factory()
+    try:
+        if not isinstance(first, gymnasium.Env):
+            raise UnusableEnv(
+                f"Expected Gymnasium environments for env.gym.vector {vector}, got "
+                f"{first!r}. Leave the flag away: env.gym.vector none."
+            )
+    finally:
+        first.close()
+    return from_vector(kinds[vector]([factory] * len(seeds)), seeds, options)
 
 
 def from_vector(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -264,20 +265,25 @@ def make_batch(
 def adapt_batch(
     factory: Callable[..., Any], seeds: Sequence[int], options: Mapping[str, Any]
 ) -> BatchEnv | None:
-    """Makes several environments with a factory that takes `num_envs`.
+    """Makes several environments that step together, if the factory can.
 
-    Returns None for other factories. It returns a `gymnasium.vector.VectorEnv`, or a
-    BatchEnv.
+    It can if it takes `num_envs`, and returns a `gymnasium.vector.VectorEnv` or a
+    BatchEnv then; or if `vector` among the options asks for it. Else returns None.
 
     Args:
       factory: class or function.
       seeds: one for each.
       options: as for `adapt`.
     """
+    vector = options.get("vector", "none")
+    kwargs = options.get("kwargs", {})
     if not takes(factory, "num_envs"):
-        return None
-    kwargs = {**options.get("kwargs", {}), "num_envs": len(seeds)}
-    env = factory(**kwargs)
+        if vector == "none" or len(seeds) == 1:
+            return None
+        gym_vector = importlib.import_module("embodied.envs.gym_vector")
+        one = functools.partial(factory, **kwargs)
+        return gym_vector.make_vector_of(one, seeds, vector, options)
+    env = factory(**{**kwargs, "num_envs": len(seeds)})
     if isinstance(env, BatchEnv):
         return env
     gym_vector = importlib.import_module("embodied.envs.gym_vector")
@@ -318,6 +324,12 @@ def find_factory(task: str, module_name: str, name: str) -> Callable[..., Any]:
             f"{error.name!r} was not found. Install it, or run from its folder."
         ) from error
     factory = getattr(module, name, None)
+    if not callable(factory) and module_name == "__main__":
+        raise UnknownTask(
+            f"Expected an environment that other programs can import, got {name!r}, "
+            "which a script or a notebook has made. Give the name of its file: "
+            f"--task FILE:{name}, from the folder of FILE.py."
+        )
     if not callable(factory):
         public = [
             key

@@ -15,7 +15,7 @@ from embodied.logger.output import Output, Summary, compile_pattern
 
 WIDTH = 100  # Characters of a line at most.
 BAR = 10  # Characters of the bar.
-PAUSE = 10.0  # Seconds without steps that a rate does not count.
+PAUSE = 10.0  # Seconds without steps, as of compiling, that a rate does not count.
 BOTTLENECK = "parallel/bottleneck"  # A text: who, a colon, and why; or a phase.
 # Names that lines show for metrics, the most important first.
 SHORT = {
@@ -200,9 +200,12 @@ class _Progress:
             share = min(1.0, self._step / self._total_steps)
             step += f"/{self._total_steps:,.0f} ({share:.0%})"
         fields = [step]
-        rate = self._rate()
+        pause = self._clock() - self._moved
+        rate = None if pause > PAUSE else self._rate()
         if rate:
             fields.append(f"{rate:.4g} steps/s")
+        elif self._step and pause > PAUSE:
+            fields.append(f"no steps for {_duration(pause)}")
         left = self._left(rate)
         if left is not None:
             fields.append(f"{_duration(left)} left")

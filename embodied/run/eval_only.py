@@ -164,8 +164,8 @@ def eval_only(
     scores, lengths = evaluator.scores, evaluator.lengths
     result = Evaluation(step, tuple(scores), tuple(lengths), amount, evaluator.largest)
     print(result, flush=True)
-    path = write_result(args.logdir, args.from_checkpoint, result, videos)
-    print(f"Written to {path}", flush=True)
+    paths = write_result(args.logdir, args.from_checkpoint, result, videos)
+    print(f"Written to {', '.join(paths)}", flush=True)
     return result
 
 
@@ -196,8 +196,8 @@ def _show(window: Window | None, transition: dict[str, Array], worker: int) -> N
 
 def write_result(
     logdir: str, source: str, result: Evaluation, videos: Mapping[str, Array]
-) -> str:
-    """Writes the scores of an evaluation; returns the path of the JSON file.
+) -> list[str]:
+    """Writes the scores of an evaluation; returns the paths of JSON and videos.
 
     Files of an earlier evaluation of the same step are replaced.
 
@@ -232,7 +232,7 @@ def write_result(
         "videos": sorted(names),
     }
     write_file(logdir, f"{stem}.json", json.dumps(content).encode())
-    return f"{logdir}/{stem}.json"
+    return [f"{logdir}/{name}" for name in (f"{stem}.json", *sorted(names))]
 
 
 def _for_json(value: float | None) -> float | None:

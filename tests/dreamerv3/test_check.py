@@ -128,3 +128,32 @@ def test_what_would_stop_training_is_an_error(name, flags, message, capsys):
     assert code == 2
     assert message in err
     assert "Nothing stands in the way" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--env.gym.vector", "own"], "gym_Acrobot-v1, which has none"),
+        (["--env.gym.kwargs.nope", "1"], "unexpected keyword argument 'nope'"),
+    ],
+)
+def test_what_a_registered_environment_has_not_is_told_in_a_line(
+    flags, message, capsys
+):
+    argv = ["--script", "check", "--task", "gym_Acrobot-v1", "--random_agent", "True"]
+    assert main([*argv, *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_environments_that_step_together_are_tried(capsys):
+    argv = ["--script", "check", "--task", "gym_CartPole-v1", "--random_agent", "True"]
+    argv += ["--run.envs_per_worker", "3", "--env.gym.vector", "sync"]
+    assert main(argv) == 0
+    assert "3 environments of a worker step together" in capsys.readouterr().out
+
+
+def test_a_size_that_the_networks_cannot_take_is_refused(capsys):
+    argv = ["--script", "check", "--task", f"{__name__}:Sound"]
+    assert main([*argv, "--env.gym.size", "97", "97"]) == 2
+    assert "env.gym.size: expected multiples of 16" in capsys.readouterr().err

@@ -12,6 +12,8 @@ from program_testing import run_program
 
 import dreamerv3
 from dreamerv3.cli.config import ConfigError, read_config
+from dreamerv3.cli.factories import EnvFactory
+from dreamerv3.cli.scripts import SCRIPTS, RunError
 from embodied.base import TaskError
 from embodied.envs.grid import Grid
 
@@ -153,6 +155,36 @@ def test_what_is_no_environment_is_refused(tmp_path):
         dreamerv3.train(lambda: 3, 10, tmp_path, **QUICK)
     with pytest.raises(TaskError, match="NoSuch-v0"):
         dreamerv3.train("NoSuch-v0", 10, tmp_path, **QUICK)
+
+
+def test_a_vector_environment_is_refused_with_what_to_give_instead(tmp_path):
+    envs = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+    with pytest.raises(TypeError, match="lambda num_envs: gymnasium"):
+        dreamerv3.train(envs, 8, tmp_path, **QUICK)
+    envs.close()
+
+
+def test_a_run_that_is_stopped_before_its_first_checkpoint_has_no_policy(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(SCRIPTS, "train", lambda config, make: None)
+    with pytest.raises(RunError, match="before its first checkpoint"):
+        dreamerv3.train(Coin, 8, tmp_path, **QUICK)
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", Coin])
+def test_environments_step_together_if_that_is_asked_for(env, tmp_path, monkeypatch):
+    found = []
+
+    def script(config, make):
+        batch = EnvFactory(config, make).make_batch([0, 1])
+        found.append(len(batch))
+        batch.close()
+
+    monkeypatch.setitem(SCRIPTS, "train", script)
+    with pytest.raises(RunError):
+        dreamerv3.train(env, 8, tmp_path, **{**QUICK, "env.gym.vector": "sync"})
+    assert found == [2]
 
 
 def test_an_environment_that_cannot_be_sent_is_refused(tmp_path):

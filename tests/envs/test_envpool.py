@@ -11,9 +11,6 @@ from embodied.envs import UnknownTask, make
 
 pytest.importorskip("envpool", reason="the extra envpool is not installed")
 
-# Of Gymnasium, on bounds that EnvPool gives in another precision.
-pytestmark = pytest.mark.filterwarnings("ignore:.*precision lowered")
-
 
 def test_a_pool_of_atari_steps_in_one_call():
     config = load_config(["--task", "envpool_Pong-v5", "--env.envpool.repeat", "2"], {})

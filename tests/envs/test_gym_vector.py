@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import gymnasium
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from dreamerv3.cli.factories import EnvFactory, make_env
 from dreamerv3.main import main
 from embodied import Space
 from embodied.base import BatchEnv
-from embodied.envs import env_seed
+from embodied.envs import env_seed, registry
 from embodied.envs.from_gym import FromGym
+from embodied.envs.grid import Grid
 from embodied.envs.gym_vector import OneOfBatch, VectorGym, make_vector
 from embodied.envs.keys import UnusableEnv
 from embodied.run.parallel.env import EnvGroup
@@ -268,3 +271,29 @@ def test_a_parallel_run_with_vector_environments(tmp_path):
     assert main([*arguments, "--logdir", str(tmp_path)]) == 0
     assert read_config(tmp_path / "config.yaml").env.gym.vector == "sync"
     assert "episode/score" in (tmp_path / "scores.jsonl").read_text()
+
+
+@pytest.mark.parametrize("vector", ["sync", "async"])
+def test_environments_of_a_function_step_together(vector):
+    options = {"vector": vector, "kwargs": {"render_mode": None}}
+    make = functools.partial(gymnasium.make, "CartPole-v1")
+    envs = registry.adapt_batch(make, [1, 2, 3], options)
+    try:
+        zeros = {"action": np.zeros(3, np.int32)}
+        obs = envs.step({**zeros, "reset": np.ones(3, bool)})
+        assert obs["is_first"].all() and obs["obs"].shape == (3, 4)
+        assert len(np.unique(obs["obs"][:, 0])) == 3  # Of different seeds.
+    finally:
+        envs.close()
+    assert registry.adapt_batch(make, [1], options) is None
+    assert registry.adapt_batch(make, [1, 2], {}) is None
+
+
+def test_vectors_that_cannot_be_made_are_refused():
+    with pytest.raises(UnusableEnv, match="gym_Acrobot-v1, which has none"):
+        registry.make_batch("gym_Acrobot-v1", indices=[0, 1], vector="own")
+    make = functools.partial(gymnasium.make, "CartPole-v1")
+    with pytest.raises(UnusableEnv, match="Expected sync or async"):
+        registry.adapt_batch(make, [0, 1], {"vector": "own"})
+    with pytest.raises(UnusableEnv, match="Expected Gymnasium environments"):
+        registry.adapt_batch(lambda: Grid("reach"), [0, 1], {"vector": "sync"})

@@ -230,3 +230,8 @@ def test_importing_the_registry_imports_no_environment():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_an_environment_of_a_script_is_found_by_its_file():
+    with pytest.raises(UnknownTask, match="--task FILE:Nobody, from the folder"):
+        registry_module.own_factory("__main__:Nobody")

@@ -61,6 +61,23 @@ class TestLines:
             clock.now += 120
         assert stream.getvalue().splitlines()[-1] == "step 24 | 0.1 steps/s"
 
+    def test_a_rate_and_a_time_left_that_compiling_makes_wrong_are_not_shown(self):
+        stream, clock = io.StringIO(), Clock()
+        output = TerminalOutput("$^", total_steps=900, stream=stream, clock=clock)
+        for step in (100, 200, 200, 200, 300, 400):
+            output(scalars(step, a=1))
+            clock.now += 10
+        assert [
+            line.partition(" | ")[2] for line in stream.getvalue().splitlines()
+        ] == [
+            "",
+            "10 steps/s | 0:01:10 left",
+            "5 steps/s | 0:02:20 left",
+            "no steps for 0:00:20",
+            "",
+            "10 steps/s | 0:00:50 left",
+        ]
+
     def test_a_run_may_end_by_its_duration(self):
         stream, clock = io.StringIO(), Clock()
         output = TerminalOutput("$^", total_seconds=60, stream=stream, clock=clock)

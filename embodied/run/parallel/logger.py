@@ -257,8 +257,9 @@ class LoggerRole:
             self._logger.add({"fps/env": steps / max(1e-9, elapsed)})
         self._logger.add(self._episodes.result())
         self._logger.add(self._usage.result(), prefix="usage/logger")
-        if self._reported and steps:
-            line = find_bottleneck(self._reported, self._actor_threads)
+        line = find_bottleneck(self._reported, self._actor_threads)
+        # Without steps nobody knows who is slow, but a phase is known: compiling, say.
+        if self._reported and (steps or ":" not in line):
             self._bottleneck = line
             self._logger.add({BOTTLENECK: line})
             self._tell(line, steps / max(1e-9, elapsed))

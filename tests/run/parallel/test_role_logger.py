@@ -156,8 +156,21 @@ class TestWriting:
         role.add({"timer/actor/policy": 0.9})
         with caplog.at_level("INFO", "embodied"):
             role.tran(batch([0]))
-        assert notes.values("parallel/bottleneck") == ["filling the replay"]
+        assert set(notes.values("parallel/bottleneck")) == {"filling the replay"}
         assert caplog.messages[-1].endswith(" steps/s. Now: filling the replay.")
+
+    def test_every_line_while_it_compiles_says_so(self):
+        role, notes = make_role(log_every=-1)
+        role.tran(batch([0]))
+        for _ in range(3):
+            role.add({"parallel/updates": 0})
+        assert set(notes.values("parallel/bottleneck")) == {"compiling"}
+        assert len(notes.values("parallel/bottleneck")) >= 3
+
+    def test_without_steps_nobody_is_slow(self):
+        role, notes = make_role(log_every=-1)
+        role.add({"timer/learner/wait": 0.01})
+        assert notes.values("parallel/bottleneck") == []
 
     @pytest.mark.parametrize("has_terminal", [False, True])
     def test_a_terminal_shows_lines_itself(self, caplog, has_terminal):
