@@ -232,3 +232,22 @@ def test_a_script_trains_in_parallel_and_gets_the_policy(tmp_path):
     assert second in range(3)
     assert read_config(tmp_path / "config.yaml").script == "parallel"
     assert (tmp_path / "ckpt" / "manifest.json").exists()
+
+
+# As notebooks run a cell: in a loop of asyncio, and of no file.
+NOTEBOOK = """
+import asyncio, sys
+
+async def run(cell):
+    exec(compile(cell, "<cell>", "exec"), globals())
+
+asyncio.run(run(sys.argv[2]))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_cell_of_a_notebook_trains_in_parallel(tmp_path):
+    cell = SCRIPT.replace("train_ratio=2", "train_ratio=2, random_agent=True")
+    text = run_program(NOTEBOOK, str(tmp_path), cell)
+    assert int(text.partition("STEP ")[2].split()[0]) >= 120
+    assert "ACTION [" in text
