@@ -29,7 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -145,12 +145,17 @@ class ConnectLink(Link):
         return True
 
     def receive(self) -> list[bytes]:
-        """Returns the answers that came."""
+        """Returns the answers that came; the end waits for those before it."""
         self._arrived.clear()
-        frames = [self._frames.popleft() for _ in range(len(self._frames))]
-        if None in frames:
-            raise LinkEnded
-        return cast(list[bytes], frames)
+        frames: list[bytes] = []
+        while self._frames and (frame := self._frames[0]) is not None:
+            frames.append(frame)
+            self._frames.popleft()
+        if self._frames:
+            if not frames:
+                raise LinkEnded
+            self._arrived.set()  # For the end.
+        return frames
 
     def close(self) -> None:
         """Ends portal's thread, and frees the descriptors."""

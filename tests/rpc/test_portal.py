@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import sys
 import threading
@@ -15,7 +16,13 @@ import pytest
 from conftest import WAIT, Backend, same
 
 from embodied.rpc import AuthError, Disconnected, RemoteError, free_port, transport
-from embodied.rpc.portal_transport import PortalBatchServer, PortalClient, PortalServer
+from embodied.rpc.links import LinkEnded
+from embodied.rpc.portal_transport import (
+    ConnectLink,
+    PortalBatchServer,
+    PortalClient,
+    PortalServer,
+)
 
 HANDSHAKE = b"portal_handshake"
 
@@ -135,6 +142,21 @@ class TestPlainServer:
             assert isinstance(error, RemoteError) and error.kind == "exception"
             assert "broken" in str(error)
             client.close()
+
+
+class TestEnd:
+    def test_answers_that_came_with_the_end_are_not_lost(self):
+        link = ConnectLink(f"localhost:{free_port()}", "client")
+        try:
+            for frame in (b"one", b"two", None, b"of another connection"):
+                link._put(frame)
+            assert link.receive() == [b"one", b"two"]
+            readable, _, _ = select.select(link.descriptors, [], [], 0)
+            assert readable  # For the end.
+            with pytest.raises(LinkEnded):
+                link.receive()
+        finally:
+            link.close()
 
 
 class TestDoor:
