@@ -182,7 +182,7 @@ def image_size(
     )
     if fits and len(set(images)) == 1:
         return None
-    asked = tuple(config.env.gym.get("size", ())) if images else ()
+    asked = tuple(config.env.gym.size)
     if any(asked) and set(images) == {asked}:
         raise ConfigError(
             f"env.gym.size: expected multiples of {factor} from {low} to {high}, which "

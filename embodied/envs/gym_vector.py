@@ -200,16 +200,16 @@ def make_vector(
 
 
 def make_vector_of(
-    factory: Callable[..., Any],
+    factories: Sequence[Callable[[], Any]],
     seeds: Sequence[int],
     vector: str,
     options: Mapping[str, Any],
 ) -> VectorGym:
-    """Makes several Gymnasium environments of a class or function step together.
+    """Makes Gymnasium environments of one's own step together.
 
     Args:
-      factory: makes one of them, without arguments.
-      seeds: one for each.
+      factories: of each of them.
+      seeds: of each of them.
       vector: `sync` or `async`.
       options: of `VectorGym`.
     """
@@ -223,7 +223,7 @@ def make_vector_of(
         "sync": gymnasium.vector.SyncVectorEnv,
         "async": gymnasium.vector.AsyncVectorEnv,
     }
-    first = factory()
+    first = factories[0]()
     try:
         if not isinstance(first, gymnasium.Env):
             raise UnusableEnv(
@@ -232,7 +232,7 @@ def make_vector_of(
             )
     finally:
         first.close()
-    return from_vector(kinds[vector]([factory] * len(seeds)), seeds, options)
+    return from_vector(kinds[vector](factories), seeds, options)
 
 
 def from_vector(

@@ -281,8 +281,12 @@ def adapt_batch(
         if vector == "none" or len(seeds) == 1:
             return None
         gym_vector = importlib.import_module("embodied.envs.gym_vector")
-        one = functools.partial(factory, **kwargs)
-        return gym_vector.make_vector_of(one, seeds, vector, options)
+        seeded = takes(factory, "seed")
+        each = [
+            functools.partial(factory, **kwargs, **({"seed": seed} if seeded else {}))
+            for seed in seeds
+        ]
+        return gym_vector.make_vector_of(each, seeds, vector, options)
     env = factory(**{**kwargs, "num_envs": len(seeds)})
     if isinstance(env, BatchEnv):
         return env

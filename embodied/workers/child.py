@@ -86,9 +86,10 @@ def main() -> int:
         return 1
     finally:
         # Nothing is left to unwind, and an exception would only disturb the exit.
-        for number in (signal.SIGTERM, signal.SIGALRM):
-            if signal.getsignal(number) is _terminate:
-                signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGALRM) is _terminate:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        if signal.getsignal(signal.SIGTERM) is _terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return 0
 
 
@@ -137,11 +138,11 @@ def _terminate_again(lost: sys.UnraisableHookArgs) -> None:
     An exception does not leave a finaliser or the callback of a weak reference, which
     may be what the signal has interrupted.
     """
-    if not isinstance(lost.exc_value, SystemExit):
+    if isinstance(lost.exc_value, SystemExit) and lost.exc_value.code == TERMINATED:
+        signal.signal(signal.SIGALRM, _terminate)
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+    else:
         sys.__unraisablehook__(lost)
-        return
-    signal.signal(signal.SIGALRM, _terminate)
-    signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
 
 
 def _write(fd: int, content: bytes) -> None:

@@ -289,6 +289,18 @@ def test_environments_of_a_function_step_together(vector):
     assert registry.adapt_batch(make, [1, 2], {}) is None
 
 
+def test_functions_that_take_a_seed_get_it():
+    seeds = []
+
+    def make(seed, length):
+        seeds.append((seed, length))
+        return gymnasium.make("CartPole-v1", max_episode_steps=length)
+
+    options = {"vector": "sync", "kwargs": {"length": 7}}
+    registry.adapt_batch(make, [4, 5], options).close()
+    assert seeds[-2:] == [(4, 7), (5, 7)]
+
+
 def test_vectors_that_cannot_be_made_are_refused():
     with pytest.raises(UnusableEnv, match="gym_Acrobot-v1, which has none"):
         registry.make_batch("gym_Acrobot-v1", indices=[0, 1], vector="own")

@@ -89,18 +89,43 @@ class TestStopping:
         assert (process.exitcode, process.error) == (-signal.SIGTERM, None)
         assert capfd.readouterr().err == ""
 
-    def test_other_exceptions_in_finalisers_are_shown(self, line, capfd):
+    def test_sigterm_that_is_lost_at_the_end_does_not_disturb_it(self, line, capfd):
         def work(fd):
+            import atexit
+            import os
+            import threading
+            import time
+
             class Finalised:
                 def __del__(self):
-                    raise OSError("no such thing")
+                    os.write(fd, b"ready\n")
+                    threading.Event().wait()
+
+            atexit.register(time.sleep, 0.2)
+            Finalised()
+
+        process = Process(work, line.fd, fds=[line.fd], start=True)
+        assert line.receive() == "ready"
+        process.terminate()
+        assert process.join(WAIT)
+        assert process.exitcode in (0, -signal.SIGTERM) and process.error is None
+        assert capfd.readouterr().err == ""
+
+    @pytest.mark.parametrize("error", ["OSError", "SystemExit"])
+    def test_other_exceptions_in_finalisers_are_shown(self, capfd, error):
+        def work(error):
+            import builtins
+
+            class Finalised:
+                def __del__(self):
+                    raise getattr(builtins, error)("no such thing")
 
             Finalised()
 
-        with Process(work, line.fd, fds=[line.fd]) as process:
+        with Process(work, error) as process:
             assert process.join(WAIT)
         assert process.exitcode == 0
-        assert "OSError: no such thing" in capfd.readouterr().err
+        assert f"{error}: no such thing" in capfd.readouterr().err
 
     def test_a_second_sigterm_does_not_interrupt_the_cleanup(self, line):
         def work(fd):
