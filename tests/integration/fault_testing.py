@@ -36,7 +36,8 @@ SLOW_WINDOW = 50  # The same in a run that saves all the time.
 FLAGS = ["--configs", "debug", "--script", "parallel", "--random_agent", "True"]
 FLAGS += ["--logger.outputs", "jsonl", "--run.steps", "1e9", "--run.keep", "1000"]
 FLAGS += ["--run.envs", str(ENVS), "--run.eval_envs", "0", "--replay.size", "1e6"]
-FLAGS += ["--run.log_every", "0.25", "--run.report_every", "3", "--run.save_every", "1"]
+FLAGS += ["--run.log_every", "0.25", "--run.report_every", "3"]
+FLAGS += ["--run.save_every", "0.4"]
 FLAGS += ["--batch_size", str(BATCH), "--batch_length", str(BATCH_LENGTH)]
 FLAGS += ["--report_length", "4", "--replay_context", str(CONTEXT)]
 FLAGS += ["--run.train_ratio", str(RATIO * BATCH_LENGTH)]
@@ -49,13 +50,13 @@ class Run(Program):
       logdir: of the run.
       *flags: more flags.
       task: class of the environments.
-      environ: changes to the environment variables.
+      options: of the program.
     """
 
-    def __init__(self, logdir, *flags, task="Counting", environ=None):
+    def __init__(self, logdir, *flags, task="Counting", **options):
         self.logdir = pathlib.Path(logdir)
         task = ["--task", f"fault_envs:{task}", "--logdir", str(logdir)]
-        super().__init__(*FLAGS, *task, *flags, environ=environ)
+        super().__init__(*FLAGS, *task, *flags, **options)
 
     def pid_of(self, role):
         """Waits until a role has a process, and returns its number."""
@@ -144,8 +145,11 @@ def manifest_paths(logdir):
 
 def manifests(logdir):
     """All checkpoints, the oldest first."""
-    paths = manifest_paths(logdir)
-    return [Manifest.from_bytes(path.name, path.read_bytes()) for path in paths]
+    return [read_manifest(path) for path in manifest_paths(logdir)]
+
+
+def read_manifest(path):
+    return Manifest.from_bytes(path.name, path.read_bytes())
 
 
 def sequences(logdir, manifest, length):
@@ -165,7 +169,8 @@ def steps_of(logdir, manifest):
 
 def steps_in(batch):
     """Incarnation, episode and step of all that is in some sequences."""
-    return {tuple(row) for row in batch["where"].reshape(-1, 3).tolist()}
+    rows = np.unique(batch["where"].reshape(-1, 3), axis=0)
+    return {tuple(row) for row in rows.tolist()}
 
 
 def check_consecutive(batch):
@@ -249,8 +254,8 @@ def check_ratio(run, lost=False, waits=True):
     last = manifests(run.logdir)[-1].meta["step"] + (WINDOW if waits else SLOW_WINDOW)
 
     def is_enough():
-        found = manifests(run.logdir)
-        return len(found) >= seen + 3 and found[-1].meta["step"] >= last
+        found = manifest_paths(run.logdir)
+        return len(found) >= seen + 3 and read_manifest(found[-1]).meta["step"] >= last
 
     wait_until(lambda: is_enough() or not run.running, WAIT, run)
     assert run.running, run.output()

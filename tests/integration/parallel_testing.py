@@ -14,6 +14,7 @@ import time
 import psutil
 
 from embodied.checkpoint import Checkpoint
+from embodied.rpc import Keys, free_port
 
 WAIT = 90.0  # Seconds; far above what anything here takes, also on a busy machine.
 
@@ -30,6 +31,13 @@ SMALL += [
     "--report_length",
     "4",
 ]
+
+
+# With as few processes as a run can have, where these are not the point.
+LEAN = ["--run.eval_envs", "0", "--run.envs_per_worker", "2"]
+
+# To run instead of the command line, where a wait would take most of the time.
+HASTY = pathlib.Path(__file__).parent / "hasty_program.py"
 
 
 def small(logdir, *argv, script="parallel", steps=300):
@@ -211,6 +219,15 @@ class Saved:
 
     def __getitem__(self, name):
         return self._checkpoint.read_part(self._manifest, name)
+
+
+def shared_addresses(folder):
+    """Flags that all commands of a run share: explicit addresses and a key file."""
+    Keys.generate().save(folder / "keys.json")
+    flags = ["--run.keyfile", folder / "keys.json"]
+    for role in ("actor", "replay", "logger"):
+        flags += [f"--run.{role}_addr", f"localhost:{free_port()}"]
+    return list(map(str, flags))
 
 
 def import_path():

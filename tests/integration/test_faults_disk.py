@@ -6,12 +6,20 @@ import shutil
 import subprocess
 
 import pytest
-from fault_testing import Run, check_replay, manifests
+from fault_testing import (
+    Run,
+    check_files,
+    check_metrics,
+    check_ratio,
+    check_replay,
+    manifests,
+)
 from parallel_testing import wait_until
 
 from embodied.checkpoint import Checkpoint
 
 NOT_SAVED = "WARNING: A checkpoint could not be saved, training goes on. "
+TORN = "WARNING: Skipping a damaged manifest: "
 SAMPLE = ("ckpt/agent/", "ckpt/limiter/", "replay/")
 
 
@@ -55,18 +63,22 @@ class TestDamagedFiles:
                 assert re.search(pattern, run.output()), run.output()
                 run.crash()
 
-    def test_a_torn_manifest(self, killed, tmp_path):
+    def test_the_run_goes_on_although_a_manifest_is_torn(self, killed, tmp_path):
         logdir = tmp_path / "run"
         shutil.copytree(killed, logdir)
         truncate(logdir / "ckpt/manifest.json")
         newest = manifests(logdir)[-1]
         with Run(logdir) as run:
             run.wait_for(f"from checkpoint {newest.tag}.")
-            assert "WARNING: Skipping a damaged manifest: " in run.output()
-            assert "manifest.json" in run.output()
-            run.saves()
+            assert f"Continuing at step {newest.meta['step']}," in run.output()
+            assert TORN in run.output() and "manifest.json" in run.output()
+            run.goes_on()
+            check_ratio(run)
+            assert run.output().count("WARNING") == run.output().count(TORN)
             run.leave()
         check_replay(logdir)
+        check_files(logdir)
+        check_metrics(logdir)
 
 
 def truncate(path):

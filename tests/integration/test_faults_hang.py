@@ -14,6 +14,7 @@ from fault_testing import (
     manifests,
     sequences,
 )
+from parallel_testing import HASTY
 
 
 class TestStopped:
@@ -30,7 +31,7 @@ class TestStopped:
         assert len({step[0] for step in steps}) > ENVS
 
     def test_env_worker_that_was_away_goes_on_where_it_was(self, tmp_path):
-        with Run(tmp_path) as run:
+        with Run(tmp_path, script=HASTY) as run:
             run.goes_on()
             worker = run.pid_of("env-1")
             os.kill(worker, signal.SIGSTOP)  # Like one behind a network that is down.
@@ -80,7 +81,7 @@ class TestEnvironments:
             (faults / kind).touch()
         logdir = tmp_path / "run"
         environ = {"FAULTS": str(faults)}
-        flags = ["--run.env_timeout", "3"]
+        flags = ["--run.env_timeout", "2"]
         with Run(logdir, *flags, task="Faulty", environ=environ) as run:
             for reason in KINDS.values():
                 run.wait_for(reason)
@@ -101,7 +102,12 @@ class TestEnvironments:
         assert "(3 times SpaceError in 600 s, 2 restarts allowed)" in failure
 
     @pytest.mark.parametrize(
-        "kind", ["raise", "shape", pytest.param("sleep", marks=pytest.mark.slow)]
+        "kind",
+        [
+            "raise",
+            pytest.param("shape", marks=pytest.mark.slow),
+            pytest.param("sleep", marks=pytest.mark.slow),
+        ],
     )
     def test_one_that_always_fails_ends_the_run(self, tmp_path, kind):
         flags = ["--run.env_timeout", "2", "--run.restarts.env", "1"]

@@ -17,6 +17,7 @@ from fault_testing import (
     check_replay,
     manifest_paths,
     manifests,
+    read_manifest,
     sequences,
     steps_in,
 )
@@ -24,34 +25,43 @@ from parallel_testing import WAIT, last_step, wait_until
 
 from embodied.checkpoint import Checkpoint
 
-LOST = 200  # Steps of which some are not saved when a role is killed.
+LOST = 50  # Steps that are not saved when the agent is killed.
 ALL_ENVS = [f"env-{index}" for index in range(ENVS)]
 
 
 class TestRolesThatComeBack:
-    def test_env_workers(self, tmp_path):
+    @pytest.mark.parametrize(
+        "kills",
+        [[ALL_ENVS], pytest.param([["env-0"], ALL_ENVS], marks=pytest.mark.slow)],
+        ids=["all", "one, then all"],
+    )
+    def test_env_workers(self, tmp_path, kills):
+        count = ENVS
         with Run(tmp_path) as run:
-            wait_for_incarnations(run, ENVS)
-            run.kill("env-0")
-            wait_for_incarnations(run, ENVS + 1)
-            run.kill(*ALL_ENVS)
-            wait_for_incarnations(run, ENVS + 1 + ENVS)
+            wait_for_incarnations(run, count)
+            for roles in kills:
+                run.kill(*roles)
+                count += len(roles)
+                wait_for_incarnations(run, count)
             run.goes_on()
             check_ratio(run)
             run.leave()
         check_replay(tmp_path)
 
-    def test_logger_and_replay(self, tmp_path):
+    @pytest.mark.parametrize(
+        "kills",
+        [
+            [["logger"], ["replay"]],
+            pytest.param([["replay"], ["replay", "logger"]], marks=pytest.mark.slow),
+        ],
+        ids=["alone", "together"],
+    )
+    def test_logger_and_replay(self, tmp_path, kills):
         with Run(tmp_path) as run:
-            run.saves()
-            run.kill("logger")
-            run.goes_on()
-            run.saves()
-            run.kill("replay")
-            run.goes_on()
-            run.saves()
-            run.kill("replay", "logger")
-            run.goes_on()
+            for roles in kills:
+                run.saves()
+                run.kill(*roles)
+                run.goes_on()
             check_ratio(run, lost=True)
             run.leave()
         check_replay(tmp_path, max_gaps=4 * ENVS)
@@ -76,16 +86,14 @@ class TestRolesThatComeBack:
         check_replay(tmp_path, max_gaps=2 * ENVS)
         check_files(tmp_path)
 
-    def test_agent_process(self, tmp_path):
-        flags = ["--run.agent_process", "True", "--run.save_every", "2"]
+    @pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow)])
+    def test_agent_process(self, tmp_path, rounds):
+        flags = ["--run.agent_process", "True", "--run.save_every", "1"]
         with Run(tmp_path, *flags) as run:
             run.goes_on()
             before = manifests(tmp_path)[-1].meta["step"]
-            for _ in range(2):
-                seen = last_step(tmp_path)
-                wait_until(
-                    lambda seen=seen: last_step(tmp_path) > seen + LOST, program=run
-                )
+            for _ in range(rounds):
+                wait_until(lambda: not_saved(tmp_path) > LOST, program=run)
                 run.kill("agent")
                 run.wait_for("Continuing at step")
                 run.goes_on()
@@ -107,25 +115,28 @@ class TestLauncher:
                 run.pid_of("agent")
             run.leave()
 
-    @pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
+    @pytest.mark.parametrize(
+        "process",
+        [pytest.param(False, marks=pytest.mark.slow), True],
+        ids=["thread", "process"],
+    )
     def test_nobody_outlives_it(self, tmp_path, process):
         with Run(tmp_path, "--run.agent_process", process) as run:
             run.wait_for("training begins")
             assert set(run.roles()) >= {"logger", "replay", *ALL_ENVS}
             run.crash()
 
-    @pytest.mark.parametrize(
-        "rounds",
-        [1, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
-    )
-    def test_the_run_goes_on_from_its_last_save(self, tmp_path, rounds):
+    @pytest.mark.slow
+    @pytest.mark.timeout(3600)
+    def test_the_run_goes_on_from_its_last_save(self, tmp_path):
+        rounds, flags = 30, ["--run.save_every", "1"]
         moments = random.Random(rounds)
         for _ in range(rounds):
-            with Run(tmp_path) as run:
+            with Run(tmp_path, *flags) as run:
                 check_resumed(run)
                 run.stays(moments.uniform(0.0, 3.0))
                 run.crash()
-        with Run(tmp_path) as run:
+        with Run(tmp_path, *flags) as run:
             check_resumed(run)
             run.goes_on()
             check_ratio(run)
@@ -158,6 +169,11 @@ def wait_for_incarnations(run, count):
 
 def incarnations(steps):
     return {step[0] for step in steps}
+
+
+def not_saved(logdir):
+    """How many steps the newest checkpoint lacks."""
+    return last_step(logdir) - read_manifest(manifest_paths(logdir)[-1]).meta["step"]
 
 
 def newest_part(folder):

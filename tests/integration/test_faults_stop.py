@@ -8,12 +8,12 @@ import time
 
 import pytest
 from fault_testing import Run, check_replay, manifests
-from parallel_testing import wait_until
+from parallel_testing import HASTY, wait_until
 
 from embodied.run.parallel.stopping import StopDeadline
 
 SECONDS = 2.0  # Of `run.stop_timeout`.
-GRACE = 10.0  # For roles that do not answer to SIGTERM.
+GRACE = 3.0  # For roles that do not answer to SIGTERM, in a hasty program.
 SLACK = 20.0  # On a busy machine.
 
 
@@ -30,7 +30,7 @@ class TestHungRole:
     )
     def test_the_last_checkpoint_stands(self, tmp_path, process, role, extra):
         flags = ["--run.stop_timeout", SECONDS, "--run.agent_process", process]
-        with Run(tmp_path, *flags) as run:
+        with Run(tmp_path, *flags, script=HASTY) as run:
             run.saves()
             os.kill(run.pid_of(role), signal.SIGSTOP)
             begin = time.monotonic()

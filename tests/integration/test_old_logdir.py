@@ -7,12 +7,12 @@ saving were designed anew: a parallel run of a random agent, 330 steps.
 import pathlib
 import shutil
 
-from parallel_testing import Program, Saved, read_lines
+from parallel_testing import LEAN, Program, Saved, read_lines
 
 OLD = pathlib.Path(__file__).parents[1] / "golden" / "old_logdir"
 STEPS = 330
 FLAGS = ["--configs", "debug", "--script", "parallel", "--task", "gym_CartPole-v1"]
-FLAGS += ["--random_agent", "True", "--run.envs", "2", "--run.eval_envs", "0"]
+FLAGS += ["--random_agent", "True", "--run.envs", "2", *LEAN]
 FLAGS += ["--run.train_ratio", "1", "--logger.outputs", "jsonl"]
 
 

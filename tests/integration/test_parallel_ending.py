@@ -5,7 +5,9 @@ import signal
 import time
 
 import pytest
-from parallel_testing import Program, Saved, metrics, small, wait_until
+from parallel_testing import LEAN, Program, Saved, metrics, small, wait_until
+
+from dreamerv3.main import main
 
 # The command line with an agent, or an environment, of the test.
 SCRIPT = """
@@ -93,19 +95,26 @@ def write_script(folder, body):
 
 def test_it_ends_after_the_duration(tmp_path):
     begin = time.monotonic()
-    argv = small(tmp_path, "--run.duration", "5", steps=10**9)
+    argv = small(tmp_path, *LEAN, "--run.duration", "3", steps=10**9)
     with Program(*argv) as program:
         assert program.wait() == 0, program.output()
         assert f"Written to {tmp_path}:" in program.output()
-    assert time.monotonic() - begin >= 5
+    assert time.monotonic() - begin >= 3
     assert Saved(tmp_path).step >= 0
 
 
-@pytest.mark.parametrize("own_process", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "own_process"),
+    [
+        (signal.SIGINT, True),
+        (signal.SIGTERM, False),
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, True, marks=pytest.mark.slow),
+    ],
+)
 def test_one_signal_saves_and_ends_well(tmp_path, number, own_process):
-    argv = small(tmp_path, "--run.agent_process", own_process, steps=10**9)
-    with Program(*argv) as program:
+    argv = [*LEAN, "--run.agent_process", own_process]
+    with Program(*small(tmp_path, *argv, steps=10**9)) as program:
         program.wait_for_step(tmp_path, 100)
         assert ("agent" in program.roles()) == own_process
         children = program.children()
@@ -123,7 +132,8 @@ def test_one_signal_saves_and_ends_well(tmp_path, number, own_process):
 
 def test_the_second_interrupt_ends_it_at_once(tmp_path):
     script = write_script(tmp_path, HANGING)
-    with Program(*small(tmp_path, steps=10**9), script=script) as program:
+    argv = small(tmp_path, *LEAN, steps=10**9)
+    with Program(*argv, script=script) as program:
         program.wait_for_step(tmp_path, 100)
         program.interrupt()
         program.wait_for("hanging")
@@ -141,13 +151,21 @@ def test_the_second_interrupt_ends_it_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("body", "role"),
     [
-        (FAILING.format(method="train"), "agent"),
+        pytest.param(FAILING.format(method="train"), "agent", marks=pytest.mark.slow),
         (FAILING.format(method="policy"), "agent"),
-        (FAILING.format(method="save"), "agent"),
+        pytest.param(FAILING.format(method="save"), "agent", marks=pytest.mark.slow),
         (FAILING.format(method="load = None; __init__"), "agent"),
-        (FAILING.format(method="_") + "scripts.EnvFactory = lambda *args: fail", "env"),
+        pytest.param(
+            FAILING.format(method="_") + "scripts.EnvFactory = lambda *args: fail",
+            "env",
+            marks=pytest.mark.slow,
+        ),
         (FAILING.format(method="_") + "scripts.make_replay = fail", "replay"),
-        (FAILING.format(method="_") + "scripts.make_logger = fail", "logger"),
+        pytest.param(
+            FAILING.format(method="_") + "scripts.make_logger = fail",
+            "logger",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["train", "policy", "save", "make_agent", "env", "replay", "logger"],
 )
@@ -155,7 +173,7 @@ def test_a_failure_names_the_role_with_its_traceback(tmp_path, body, role):
     script = write_script(tmp_path, body)
     never = [f"--run.restarts.{name}" for name in ("env", "replay", "logger", "agent")]
     never = [part for name in never for part in (name, "0")]
-    with Program(*small(tmp_path, *never), script=script) as program:
+    with Program(*small(tmp_path, *LEAN, *never), script=script) as program:
         assert program.wait() == 1, program.output()
         shown = program.output()
     _, found, message = shown.partition("dreamerv3: Worker '")
@@ -170,7 +188,7 @@ def test_a_failure_names_the_role_with_its_traceback(tmp_path, body, role):
 def test_a_failure_of_the_agent_process_is_told(tmp_path):
     script = write_script(tmp_path, FAILING.format(method="train"))
     argv = ["--run.agent_process", "True", "--run.restarts.agent", "0"]
-    with Program(*small(tmp_path, *argv), script=script) as program:
+    with Program(*small(tmp_path, *LEAN, *argv), script=script) as program:
         assert program.wait() == 1, program.output()
         shown = program.output()
     assert "Worker 'agent' of role 'agent' failed for good" in shown
@@ -180,7 +198,7 @@ def test_a_failure_of_the_agent_process_is_told(tmp_path):
 def test_a_mistake_is_not_made_again_by_an_agent_process(tmp_path):
     script = write_script(tmp_path, MISTAKEN)
     argv = ["--run.agent_process", "True", "--run.restarts.agent", "1000"]
-    with Program(*small(tmp_path, *argv), script=script) as program:
+    with Program(*small(tmp_path, *LEAN, *argv), script=script) as program:
         assert program.wait() == 2, program.output()
         shown = program.output()
     assert "this can never work" in shown and "is restarted" not in shown
@@ -190,7 +208,7 @@ def test_a_save_that_fails_on_the_way_ends_the_run_with_its_error(tmp_path):
     fault, logdir = tmp_path / "fault", tmp_path / "run"
     fault.touch()
     body = FAILING_ONCE.format(method="save", fault=str(fault))
-    argv = small(logdir, "--run.save_every", "0.2", steps=10**9)
+    argv = small(logdir, *LEAN, "--run.save_every", "0.2", steps=10**9)
     with Program(*argv, script=write_script(tmp_path, body)) as program:
         assert program.wait() == 1, program.output()
         assert "OSError: the device was away for a moment" in program.output()
@@ -213,40 +231,40 @@ def test_env_workers_wait_for_an_agent_that_comes_back(tmp_path, method):
     fault, logdir = tmp_path / "fault", tmp_path / "run"
     fault.touch()
     body = FAILING_ONCE.format(method=method, fault=str(fault))
-    argv = small(logdir, "--run.agent_process", "True", steps=3000)
+    argv = small(logdir, "--run.agent_process", "True", steps=600)
     with Program(*argv, script=write_script(tmp_path, body)) as program:
         assert program.wait() == 0, program.output()
         shown = program.output()
     assert shown.count("Role agent is restarted: failed with OSError") == 1
     # Those that asked just then were told of the error.
     assert "Role env-" not in shown or method == "policy"
-    assert Saved(logdir).step >= 3000
+    assert Saved(logdir).step >= 600
 
 
-def test_a_batch_that_would_never_be_full_is_refused(tmp_path):
+def test_a_batch_that_would_never_be_full_is_refused(tmp_path, capfd):
     logdir = tmp_path / "run"
-    with Program(*small(logdir, "--run.actor_batch", "3")) as program:
-        assert program.wait() == 2, program.output()
-        shown = program.output()
+    assert main(small(logdir, "--run.actor_batch", "3")) == 2
+    shown = "".join(capfd.readouterr())
     assert "actor_batch" in shown and "run.envs" in shown
     assert "Traceback" not in shown
     assert not logdir.exists()
 
 
-def test_a_task_that_does_not_exist_is_refused(tmp_path):
-    with Program(*small(tmp_path, "--task", "dummy_dics")) as program:
-        assert program.wait() == 2, program.output()
-        shown = program.output()
+def test_a_task_that_does_not_exist_is_refused(tmp_path, capfd):
+    assert main(small(tmp_path, "--task", "dummy_dics")) == 2
+    shown = "".join(capfd.readouterr())
     assert "disc?" in shown and "Traceback" not in shown
 
 
-@pytest.mark.parametrize("role", ["logger", "replay"])
+@pytest.mark.parametrize(
+    "role", [pytest.param("logger", marks=pytest.mark.slow), "replay"]
+)
 def test_a_role_that_somebody_ends_comes_back(tmp_path, role):
     def count():
         # None are left where the logger went back to its first checkpoint.
         return len(metrics(tmp_path).get("step", ()))
 
-    with Program(*small(tmp_path, steps=10**9)) as program:
+    with Program(*small(tmp_path, *LEAN, steps=10**9)) as program:
         program.wait_for_step(tmp_path, 100)
         first = program.roles()[role]
         first.terminate()

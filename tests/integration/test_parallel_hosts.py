@@ -7,7 +7,7 @@ import subprocess
 import time
 
 import pytest
-from parallel_testing import Program, Saved, last_step, small, wait_until
+from parallel_testing import LEAN, Program, Saved, last_step, small, wait_until
 
 from benchmarks.chaos.audit import read_stored
 from benchmarks.chaos.numbered_env import TRACES
@@ -118,10 +118,11 @@ def commands(hosts, folder, train_keys, env_keys, *flags):
 
 
 def test_environments_of_another_host(hosts, tmp_path):
-    Keys.generate().save(tmp_path / "keys.json")
-    pair = commands(hosts, tmp_path, tmp_path / "keys.json", tmp_path / "keys.json")
+    keys = tmp_path / "keys.json"
+    Keys.generate().save(keys)
+    pair = commands(hosts, tmp_path, keys, keys, *LEAN)
     with pair[0] as train, pair[1] as env:
-        train.wait_for_envs(tmp_path / "run", 3)
+        train.wait_for_envs(tmp_path / "run", 2)
         train.interrupt()
         assert train.wait() == 0, f"{train.output()}\n{env.output()}"
         assert env.wait() == 0, env.output()
@@ -154,7 +155,8 @@ def test_a_host_that_was_out_of_reach_comes_back(hosts, tmp_path, monkeypatch):
 def test_a_host_with_another_key_is_refused(hosts, tmp_path):
     for name in ("right.json", "wrong.json"):
         Keys.generate().save(tmp_path / name)
-    pair = commands(hosts, tmp_path, tmp_path / "right.json", tmp_path / "wrong.json")
+    keys = (tmp_path / "right.json", tmp_path / "wrong.json")
+    pair = commands(hosts, tmp_path, *keys, *LEAN)
     with pair[0] as train, pair[1] as env:
         assert env.wait() == 1, env.output()
         shown = env.output()

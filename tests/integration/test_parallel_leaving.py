@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from parallel_testing import Program, Saved, small, wait_until
+from parallel_testing import HASTY, LEAN, Program, Saved, small, wait_until
 
 from embodied.rpc import free_port
 
@@ -19,9 +19,12 @@ def is_saving(logdir):
 
 
 class TestRoleThatDoesNotAnswer:
-    @pytest.mark.parametrize("own_process", [False, True])
+    @pytest.mark.parametrize(
+        "own_process", [pytest.param(False, marks=pytest.mark.slow), True]
+    )
     def test_the_second_interrupt_does_not_wait_for_it(self, tmp_path, own_process):
-        argv = small(tmp_path, "--run.agent_process", own_process, steps=10**9)
+        argv = [*LEAN, "--run.agent_process", own_process]
+        argv = small(tmp_path, *argv, steps=10**9)
         with Program(*argv) as program:
             program.wait_for_step(tmp_path, 100)
             children = program.children()
@@ -36,6 +39,7 @@ class TestRoleThatDoesNotAnswer:
             assert not [child for child in children if child.is_running()]
         assert Saved(tmp_path).step == 0
 
+    @pytest.mark.slow
     def test_the_second_interrupt_of_an_agent_of_its_own(self, tmp_path, addresses):
         logdir = tmp_path / "run"
 
@@ -58,7 +62,7 @@ class TestRoleThatDoesNotAnswer:
 
     def test_a_failed_run_does_not_wait_for_its_save(self, tmp_path):
         argv = ["--run.restarts.replay", "0", "--run.save_every", "-1"]
-        with Program(*small(tmp_path, *argv, steps=10**9)) as program:
+        with Program(*small(tmp_path, *LEAN, *argv, steps=10**9)) as program:
             program.wait_for_step(tmp_path, 100)
             replay = program.roles()["replay"].pid
             os.kill(replay, signal.SIGSTOP)
@@ -78,7 +82,9 @@ class TestRoleThatIsNotThere:
     )
     def test_the_replay_is_elsewhere(self, tmp_path, addresses, own_process):
         flags = ["--run.remote_replay", "True", "--run.agent_process", own_process]
-        with Program(*small(tmp_path / "run", *addresses, *flags)) as program:
+        flags += LEAN
+        argv = small(tmp_path / "run", *addresses, *flags)
+        with Program(*argv, script=HASTY) as program:
             leave(program, "The learner waits for the replay at ")
             told = program.output()
         assert "No checkpoint: the run has ended before the first one." in told
@@ -86,12 +92,12 @@ class TestRoleThatIsNotThere:
 
     def test_an_agent_of_its_own(self, tmp_path, addresses):
         argv = small(tmp_path / "run", *addresses, script="parallel_agent")
-        with Program(*argv) as program:
+        with Program(*argv, script=HASTY) as program:
             leave(program, "The learner waits for the replay at ")
 
     def test_environments_of_their_own(self, tmp_path, addresses):
         argv = small(tmp_path / "run", *addresses, script="parallel_envs")
-        with Program(*argv) as program:
+        with Program(*argv, script=HASTY) as program:
             leave(program, "This host waits for the actor at ")
 
     @pytest.mark.parametrize(
@@ -103,7 +109,7 @@ class TestRoleThatIsNotThere:
     )
     def test_other_replicas(self, tmp_path, replica, whom):
         flags = ["--replicas", 2, "--replica", replica, "--clock_port", free_port()]
-        with Program(*small(tmp_path, *flags)) as program:
+        with Program(*small(tmp_path, *LEAN, *flags), script=HASTY) as program:
             leave(program, whom)
 
 

@@ -9,7 +9,16 @@ import threading
 import time
 
 import pytest
-from parallel_testing import WAIT, Program, Saved, metrics, small, wait_until
+from parallel_testing import (
+    HASTY,
+    LEAN,
+    WAIT,
+    Program,
+    Saved,
+    metrics,
+    small,
+    wait_until,
+)
 
 from embodied import rpc
 from embodied.run.parallel import replicas as replicas_module
@@ -26,7 +35,7 @@ NOTICED_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def started(logdir, *argv, steps=10**9):
+def started(logdir, *argv, steps=10**9, script=None):
     """Starts both replicas."""
     port = rpc.free_port()
     shared = ["--replicas", COUNT, "--clock_port", port, "--run.eval_envs", 0]
@@ -34,7 +43,10 @@ def started(logdir, *argv, steps=10**9):
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(
-                Program(*small(logdir, "--replica", index, *shared, steps=steps))
+                Program(
+                    *small(logdir, "--replica", index, *shared, steps=steps),
+                    script=script,
+                )
             )
             for index in range(COUNT)
         ]
@@ -98,7 +110,8 @@ def kill_one(logdir, programs, victim, seconds=WAIT):
 
 
 def test_a_replica_that_is_gone_ends_the_other(tmp_path):
-    with started(tmp_path, "--run.replica_timeout", 3) as programs:
+    flags = [*LEAN, "--run.replica_timeout", 3]
+    with started(tmp_path, *flags, script=HASTY) as programs:
         other = kill_one(tmp_path, programs, victim=1)
         assert "Traceback" not in other.output()
 

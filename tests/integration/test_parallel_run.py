@@ -1,6 +1,7 @@
 """A whole parallel run from a script: what it writes, and how it goes on."""
 
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -126,28 +127,25 @@ def check_consistency(logdir):
     return saved
 
 
-def test_the_same_logdir_continues(script, tmp_path):
-    saved = None
-    for steps in (200, 400):
-        with Program(*small(tmp_path, steps=steps), script=script) as program:
-            assert program.wait() == 0, program.output()
-            shown = program.output()
-        before, saved = saved, check_consistency(tmp_path)
-        if before is None:
-            first_lines = len(metrics(tmp_path)["step"])
-            continue
-        assert (
-            f"Continuing at step {before.step}, from checkpoint {before.tag}" in shown
-        )
-        assert "The replay has" in shown and "from before" in shown
-    assert before.step >= 200 and saved.step >= 400
-    found = metrics(tmp_path)
+def test_the_same_logdir_continues(finished, script, tmp_path):
+    logdir = tmp_path / "run"
+    shutil.copytree(finished[0], logdir)
+    before, first_lines = check_consistency(logdir), len(metrics(logdir)["step"])
+    steps = before.step + 200
+    with Program(*small(logdir, steps=steps), script=script) as program:
+        assert program.wait() == 0, program.output()
+        shown = program.output()
+    saved = check_consistency(logdir)
+    assert f"Continuing at step {before.step}, from checkpoint {before.tag}" in shown
+    assert "The replay has" in shown and "from before" in shown
+    assert before.step >= 200 and saved.step >= steps
+    found = metrics(logdir)
     assert found["step"][first_lines] >= before.step
     assert found["step"][first_lines] < before.step + 200
     assert saved["agent"]["updates"] > before["agent"]["updates"]
     assert min(found["train/updates"]) < before["agent"]["updates"]
     # No sequence of the replay spans the restart, nor an env's restart.
-    parts = Parts(small(tmp_path))
+    parts = Parts(small(logdir))
     replay = parts.make_replay()
     replay.load(saved["replay"])
     where = replay.sample(400, "report")["where"].astype(int)

@@ -3,7 +3,7 @@
 import re
 import sys
 
-from parallel_testing import Program, import_path, small
+from parallel_testing import LEAN, Program, import_path, small
 from terminal_testing import drawn_lines, run_on_terminal
 
 FLAGS = ["--logger.outputs", "jsonl", "terminal", "--run.log_every", "0.5"]
@@ -31,7 +31,8 @@ def test_on_a_terminal_one_line_is_kept_up_to_date(tmp_path):
 
 
 def test_in_a_pipe_every_write_is_a_short_line(tmp_path):
-    with Program(*small(tmp_path / "run", *FLAGS, steps=1500)) as program:
+    argv = small(tmp_path / "run", *FLAGS, *LEAN, steps=1500)
+    with Program(*argv) as program:
         assert program.wait() == 0, program.output()
         shown = program.output()
     lines = [line for line in shown.splitlines() if line.startswith("step ")]

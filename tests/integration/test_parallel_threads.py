@@ -1,7 +1,9 @@
 """Actor and learner as threads of a user's program, joined by a barrier."""
 
+import shutil
+
 import pytest
-from parallel_testing import Program, Saved, metrics, small
+from parallel_testing import Program, Saved, metrics, shared_addresses, small
 
 # Roles that share an agent, as threads of whatever kind; the others are processes.
 SCRIPT = """
@@ -41,25 +43,32 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("portal", marks=pytest.mark.slow), "threading"]
+@pytest.fixture(
+    scope="module", params=[pytest.param("portal", marks=pytest.mark.slow), "threading"]
 )
-def test_threads_of_a_program(tmp_path, addresses, kind):
-    script, logdir = tmp_path / "program.py", tmp_path / "run"
-    script.write_text(SCRIPT.format(thread=KINDS[kind], setup=""))
-    with Program(*small(logdir, *addresses, steps=3000), script=script) as program:
+def finished(request, tmp_path_factory):
+    """The logdir of a run that has ended, and what it printed."""
+    folder = tmp_path_factory.mktemp(request.param)
+    script, logdir = folder / "program.py", folder / "run"
+    script.write_text(SCRIPT.format(thread=KINDS[request.param], setup=""))
+    argv = small(logdir, *shared_addresses(folder), steps=1000)
+    with Program(*argv, script=script) as program:
         assert program.wait() == 0, program.output()
-        shown = program.output()
+        return logdir, program.output()
+
+
+def test_threads_of_a_program(finished):
+    logdir, shown = finished
     assert "Traceback" not in shown
     saved = Saved(logdir)
-    assert saved.step >= 3000
+    assert saved.step >= 1000
     assert f"updates {saved['agent']['updates']}\n" in shown
     # Nobody waits for the eval environment, which may have just begun.
     assert set(metrics(logdir).get("eval_episode/score", [])) <= {15.0}
     assert set(metrics(logdir)["episode/score"]) == {5.0}
 
 
-def test_the_actor_fails_at_once_with_the_learners_error(tmp_path, addresses):
+def test_the_actor_fails_at_once_with_the_learners_error(finished, tmp_path, addresses):
     setup = """
 def fail(*args):
     raise ValueError("cannot be restored")
@@ -67,8 +76,7 @@ agent.load = fail
 args = args.update(from_checkpoint=args.logdir)
 """
     script, logdir = tmp_path / "program.py", tmp_path / "run"
-    with Program(*small(logdir, steps=50)) as program:
-        assert program.wait() == 0, program.output()
+    shutil.copytree(finished[0], logdir)
     script.write_text(SCRIPT.format(thread=KINDS["threading"], setup=setup))
     with Program(*small(logdir, *addresses, steps=10**9), script=script) as program:
         assert program.wait() == 1, program.output()

@@ -1,15 +1,31 @@
 """Roles in other places: own processes, own commands, several hosts of environments."""
 
 import contextlib
+import dataclasses
+import pathlib
 
 import pytest
-from parallel_testing import Program, Saved, last_step, metrics, small, wait_until
+from parallel_testing import (
+    HASTY,
+    Program,
+    Saved,
+    last_step,
+    metrics,
+    shared_addresses,
+    small,
+    wait_until,
+)
+
+from dreamerv3.main import main
 
 
 @contextlib.contextmanager
-def started(*commands):
+def started(*commands, script=None):
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(Program(*command)) for command in commands]
+        yield [
+            stack.enter_context(Program(*command, script=script))
+            for command in commands
+        ]
 
 
 def check_run(logdir, steps=300):
@@ -25,20 +41,24 @@ def check_run(logdir, steps=300):
             ["--run.envs_per_worker", "3", "--run.envs", "4", "--run.eval_envs", "2"],
             {"logger", "replay", "env-0-2", "env-3", "env-4-5"},
         ),
-        (
+        pytest.param(
             ["--run.agent_process", "True"],
             {"logger", "replay", "agent", "env-0", "env-1", "env-2"},
+            marks=pytest.mark.slow,
         ),
         (
-            ["--run.transport", "portal", "--run.actor_threads", "2"],
-            {"logger", "replay", "env-0", "env-1", "env-2"},
+            [
+                *("--run.transport", "portal", "--run.actor_threads", "2"),
+                *("--run.eval_envs", "0"),
+            ],
+            {"logger", "replay", "env-0", "env-1"},
         ),
     ],
     ids=["envs_per_worker", "agent_process", "portal"],
 )
 def test_one_command_runs(tmp_path, flags, roles):
     # Long enough to be logged, and no longer than portal can bear.
-    steps = 150 if "portal" in flags else 2000
+    steps = 100 if "portal" in flags else 1000
     with Program(*small(tmp_path, *flags, steps=steps)) as program:
         seen = set()
         wait_until(
@@ -61,65 +81,85 @@ def test_portal_continues_a_run(tmp_path):
     assert Saved(tmp_path).step >= 160
 
 
-@pytest.mark.parametrize("task", ["gym_CartPole-v1", "dummy_disc"])
-def test_environments_of_another_task_end_with_one_error(tmp_path, addresses, task):
-    flags = [*addresses, "--run.remote_envs", "True"]
-    main = small(tmp_path / "run", *flags, steps=10**9)
-    other = small(tmp_path / "host", *addresses, script="parallel_envs")
-    with started(main, [*other, "--task", task]) as (trainer, host):
-        assert host.wait() == 2, host.output()
-        shown = host.output()
-        assert trainer.running
-    assert "same --task?" in shown[shown.index("dreamerv3: ") :]
-    assert "Traceback" not in shown
+@dataclasses.dataclass
+class Joined:
+    """A run, and its host with two environments; more hosts can try to join."""
+
+    folder: pathlib.Path
+    addresses: list[str]
+    trainer: Program | None = None
+    host: Program | None = None
+
+    @property
+    def logdir(self):
+        return self.folder / "run"
+
+    def trainer_command(self):
+        flags = [*self.addresses, "--run.remote_envs", "True", "--run.envs", "4"]
+        return small(self.logdir, *flags, steps=10**9)
+
+    def host_command(self, *flags):
+        envs = ["--run.envs", "2", "--run.eval_envs", "0", *flags]
+        folder = self.folder / "host"
+        return small(folder, *self.addresses, *envs, script="parallel_envs")
+
+    def check_goes_on(self):
+        """Both have not noticed anything of those that were refused."""
+        step = last_step(self.logdir)
+        wait_until(lambda: last_step(self.logdir) > step, program=self.trainer)
+        for program in (self.trainer, self.host):
+            assert program.running and "restarted" not in program.output()
 
 
-def test_environments_of_two_hosts(tmp_path, addresses):
-    logdir = tmp_path / "run"
-    flags = ["--run.remote_envs", "True", "--run.envs", "4"]
-    main = small(logdir, *addresses, *flags, steps=10**9)
-    hosts = [
-        small(tmp_path / "host", *addresses, *flags, script="parallel_envs")
-        for flags in (
-            ("--run.envs", "2", "--run.eval_envs", "0"),
-            ("--run.envs", "2", "--run.eval_envs", "1", "--run.env_offset", "2"),
-        )
-    ]
-    with started(main, *hosts) as (trainer, first, second):
-        trainer.wait_for_envs(logdir, 5)
-        assert set(first.roles()) == {"env-0", "env-1"}
-        assert set(second.roles()) == {"env-2", "env-3", "env-4"}
-        trainer.interrupt()
-        assert trainer.wait() == 0, trainer.output()
-        for host in (first, second):
-            assert host.wait() == 0, host.output()
-        assert "env workers elsewhere" in trainer.output()
-    assert Saved(logdir).step > 0
-    assert not (tmp_path / "host" / "config.yaml").exists()
+@pytest.fixture(scope="class")
+def joined(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("joined")
+    run = Joined(folder, shared_addresses(folder))
+    with started(run.trainer_command(), run.host_command()) as programs:
+        run.trainer, run.host = programs
+        run.trainer.wait_for_envs(run.logdir, 2)
+        yield run
 
 
-def test_a_host_with_the_environments_of_another_one_is_refused(tmp_path, addresses):
-    logdir = tmp_path / "run"
-    main = small(logdir, *addresses, "--run.remote_envs", "True", steps=10**9)
-    envs = ["--run.envs", "2", "--run.eval_envs", "0"]
-    host = small(tmp_path / "host", *addresses, *envs, script="parallel_envs")
-    with started(main, host) as (trainer, first):
-        trainer.wait_for_envs(logdir, 2)
-        with Program(*host) as second:
+class TestHosts:
+    @pytest.mark.parametrize(
+        "task", [pytest.param("gym_CartPole-v1", marks=pytest.mark.slow), "dummy_disc"]
+    )
+    def test_environments_of_another_task_end_with_one_error(self, joined, task):
+        flags = ["--run.env_offset", "2", "--task", task]
+        with Program(*joined.host_command(*flags)) as other:
+            assert other.wait() == 2, other.output()
+            shown = other.output()
+        assert "same --task?" in shown[shown.index("dreamerv3: ") :]
+        assert "Traceback" not in shown
+        joined.check_goes_on()
+
+    def test_a_host_with_the_environments_of_another_one(self, joined):
+        with Program(*joined.host_command()) as second:
             assert second.wait() == 2, second.output()
             shown = second.output()
         assert "env 0 is stepped by worker env-0 already" in shown
         assert "--run.env_offset" in shown and "Traceback" not in shown
-        step = last_step(logdir)
-        wait_until(lambda: last_step(logdir) > step, program=trainer)
-        for program in (trainer, first):
-            assert program.running and "restarted" not in program.output()
+        joined.check_goes_on()
+
+    def test_environments_of_two_hosts(self, joined):  # The last, as it ends the run.
+        flags = ["--run.eval_envs", "1", "--run.env_offset", "2"]
+        with Program(*joined.host_command(*flags)) as second:
+            joined.trainer.wait_for_envs(joined.logdir, 5)
+            assert set(joined.host.roles()) == {"env-0", "env-1"}
+            assert set(second.roles()) == {"env-2", "env-3", "env-4"}
+            joined.trainer.interrupt()
+            for program in (joined.trainer, joined.host, second):
+                assert program.wait() == 0, program.output()
+            assert "env workers elsewhere" in joined.trainer.output()
+        assert Saved(joined.logdir).step > 0
+        assert not (joined.folder / "host" / "config.yaml").exists()
 
 
 def test_the_replay_of_another_command(tmp_path, addresses):
-    main = small(tmp_path, *addresses, "--run.remote_replay", "True")
+    argv = small(tmp_path, *addresses, "--run.remote_replay", "True")
     replay = small(tmp_path, *addresses, script="parallel_replay")
-    with started(main, replay) as (trainer, other):
+    with started(argv, replay) as (trainer, other):
         assert trainer.wait() == 0, trainer.output()
         assert "replay elsewhere" in trainer.output()
         assert "replay" not in trainer.roles()
@@ -136,9 +176,10 @@ def test_every_role_as_a_command_of_its_own(tmp_path, addresses):
         return small(logdir, *addresses, *flags, script=script)
 
     # Whoever starts first waits for those that come later, and says for whom.
-    with started(command("parallel_env", "--replica", "2")) as (env,):
+    lonely = command("parallel_env", "--replica", "2")
+    with started(lonely, script=HASTY) as (env,):
         env.wait_for("env-2 waits for the actor at ")
-        with started(command("parallel_agent")) as (agent,):
+        with started(command("parallel_agent"), script=HASTY) as (agent,):
             agent.wait_for("The learner waits for the replay at ")
             with started(
                 command("parallel_replay"),
@@ -166,11 +207,10 @@ def test_every_role_as_a_command_of_its_own(tmp_path, addresses):
         ("parallel_envs", ["actor_addr"]),
     ],
 )
-def test_a_role_of_its_own_needs_addresses(tmp_path, script, missing):
+def test_a_role_of_its_own_needs_addresses(tmp_path, capfd, script, missing):
     logdir = tmp_path / "run"
-    with Program(*small(logdir, script=script)) as program:
-        assert program.wait() == 2, program.output()
-        shown = program.output()
+    assert main(small(logdir, script=script)) == 2
+    shown = "".join(capfd.readouterr())
     for name in missing:
         assert f"--run.{name} HOST:PORT" in shown or f"run.{name}: expected" in shown
     assert "{auto}" in shown and "Traceback" not in shown
