@@ -6,7 +6,6 @@ import functools
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dreamerv3 import model, training
@@ -73,6 +72,8 @@ def golden_config(unimix: float = 0.0):
 QUICK: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):  # Later versions may not know it, which they refuse.
     QUICK["xla_cpu_use_fusion_emitters"] = False
+# The same for programs, in the environment.
+QUICK_FLAGS = " ".join(f"--{key}={str(value).lower()}" for key, value in QUICK.items())
 
 
 def quick_jit(function, **options):
@@ -82,6 +83,11 @@ def quick_jit(function, **options):
         return function(*args, **kwargs)
 
     return jax.jit(call, compiler_options=QUICK, **options)
+
+
+def compute(function, *inputs):
+    """The result as NumPy's arrays, of one program instead of one for every step."""
+    return jax.device_get(quick_jit(function)(*inputs))
 
 
 @functools.cache
@@ -98,7 +104,8 @@ def make_state(*argv: str, **options) -> model.State:
 def fill(tree):
     """Fills a tree of shapes: random weights, and zeros for all else.
 
-    With NumPy, since compiling `init` for every variant takes long.
+    With NumPy, since compiling `init` for every variant takes long. So would
+    `jnp.asarray`, which compiles a program for every shape.
     """
     rng = np.random.default_rng(0)
     values = {}
@@ -109,8 +116,8 @@ def fill(tree):
             fan = np.prod(leaf.shape[:-1]) if kind == "kernel" else 100
             value = rng.normal(size=leaf.shape) / np.sqrt(fan) + (kind == "scale")
             value = value.astype(leaf.dtype)
-        values[name] = jnp.asarray(value)
-    leaves = [values[name] for name in flat_params(tree)]
+        values[name] = value
+    leaves = jax.device_put([values[name] for name in flat_params(tree)])
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
@@ -125,7 +132,7 @@ def golden_state() -> model.State:
     )
     arrays = golden("modules")
     weights = {key[6:]: arrays[key] for key in arrays if key.startswith("param:")}
-    return with_flat_params(fill(state), weights)
+    return with_flat_params(fill(state), jax.device_put(weights))
 
 
 @functools.cache
@@ -136,7 +143,7 @@ def golden(name: str) -> dict[str, np.ndarray]:
 
 def golden_inputs() -> dict[str, jax.Array]:
     arrays = golden("modules")
-    return {k[3:]: jnp.asarray(arrays[k]) for k in arrays if k.startswith("in:")}
+    return jax.device_put({k[3:]: arrays[k] for k in arrays if k.startswith("in:")})
 
 
 def assert_golden(value, name: str) -> None:
@@ -166,7 +173,7 @@ def make_batch(seed: int = 0, context: int = CONTEXT, batch=BATCH, length=LENGTH
         data["dyn/deter"] = rng.normal(size=(batch, context, cell.deter)).astype("f4")
         shape = (batch, context, cell.stoch)
         data["dyn/stoch"] = rng.integers(0, cell.classes, shape).astype(np.uint8)
-    return jax.tree.map(jnp.asarray, data)
+    return jax.device_put(data)
 
 
 @functools.cache

@@ -28,8 +28,12 @@ def train(agent: Agent, updates: int) -> tuple[dict, dict]:
 def trained() -> tuple[Agent, dict, dict, dict]:
     """An agent after some updates, the results of the last, and its state then."""
     agent = make_agent()
+    before = agent.save()["params"]
     outputs, metrics = train(agent, UPDATES)
-    return agent, outputs, metrics, agent.save()
+    after = agent.save()
+    changed = {x for x in before if not np.array_equal(before[x], after["params"][x])}
+    assert {x.split("/")[0] for x in changed} >= {"enc", "dyn", "dec", "pol", "val"}
+    return agent, outputs, metrics, after
 
 
 @pytest.mark.slow
@@ -58,6 +62,7 @@ def test_training_returns_latents_for_the_replay_and_metrics(trained):
     expected = testing.make_batch(UPDATES - 1)["stepid"][:, testing.CONTEXT :]
     np.testing.assert_array_equal(replay["stepid"], expected)
     assert metrics["opt/updates"] == UPDATES
+    assert metrics["opt/nonfinite"] == 0
     names = {"opt/loss", "loss/vector", "loss/policy", "ret_rate", "rand/move"}
     assert names <= set(metrics)
     assert all(np.isfinite(value) for value in metrics.values())
@@ -70,8 +75,10 @@ def test_policy_returns_actions_of_their_spaces_and_latents(trained):
     assert isinstance(carry["deter"], jax.Array)
     assert actions.keys() == {"force", "move"}
     assert actions["move"].dtype == np.int32
-    assert (actions["move"] >= 0).all() and (actions["move"] < 3).all()
-    assert actions["force"].shape == (2, 2)
+    for key in actions:
+        space = testing.ACT_SPACE[key]
+        assert actions[key].shape == (2, *space.shape)
+        assert all(row in space for row in np.asarray(actions[key], space.dtype))
     assert outputs["dyn/stoch"].dtype == np.uint8
     _, evaluated, _ = agent.policy(carry, make_obs(2), "eval")
     assert evaluated.keys() == actions.keys()

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agent_testing import KEY, make_state, quick_jit
+from agent_testing import KEY, compute, make_state, quick_jit
 
 from dreamerv3.imagination import imagine
 from dreamerv3.model import features
@@ -44,11 +44,15 @@ def test_the_scan_equals_policy_and_model_in_turn():
         return {"deter": deter, "stoch": stoch}, actions
 
     states, actions = run(dyn, pol, latent)
-    state_key, action_key = jax.random.split(KEY)
-    noise = {
-        "stoch": dyn.noise(state_key, (LENGTH, COUNT)),
-        "action": pol.noise(action_key, (LENGTH, COUNT)),
-    }
+
+    def draw(key):
+        state_key, action_key = jax.random.split(key)
+        return {
+            "stoch": dyn.noise(state_key, (LENGTH, COUNT)),
+            "action": pol.noise(action_key, (LENGTH, COUNT)),
+        }
+
+    noise = compute(draw, KEY)
     for t in range(LENGTH):
         latent, action = step(latent, jax.tree.map(lambda x, t=t: x[t], noise))
         for name, value in latent.items():

@@ -1,10 +1,11 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agent_testing import TOLERANCE, golden
+from agent_testing import TOLERANCE, compute, golden, quick_jit
 
 from dreamerv3.losses import (
     Imagined,
@@ -33,30 +34,63 @@ def strict():
 
 def imagination_loss(inputs, norms, *, update=False, disc=1.0, **changes):
     settings = dataclasses.replace(SETTINGS, **changes)
-    imagined = Imagined(**inputs)
-    return imag_loss(imagined, **norms, settings=settings, disc=disc, update=update)
+    compiled = compiled_imag_loss(norms["norms"], settings, disc, update)
+    return jax.device_get(compiled(inputs, norms["states"]))
+
+
+@functools.cache
+def compiled_imag_loss(norms, settings, disc, update):
+    def losses(inputs, states):
+        imagined = Imagined(**inputs)
+        return imag_loss(imagined, norms, states, settings, disc=disc, update=update)
+
+    return quick_jit(losses)
 
 
 def replay_loss(inputs, norms, *, update=False, **changes):
     settings = dataclasses.replace(SETTINGS, **changes)
-    replayed = Replayed(**inputs)
-    return repl_loss(replayed, **norms, settings=settings, horizon=333, update=update)
+    compiled = compiled_repl_loss(norms["norms"], settings, update)
+    return jax.device_get(compiled(inputs, norms["states"]))
+
+
+@functools.cache
+def compiled_repl_loss(norms, settings, update):
+    def loss(inputs, states):
+        replayed = Replayed(**inputs)
+        return repl_loss(replayed, norms, states, settings, horizon=333, update=update)
+
+    return quick_jit(loss)
+
+
+@functools.cache
+def golden_policy():
+    def dists(mean, std, logits):
+        return {
+            "cont": BoundedNormal.of(mean, std, 1, 0.1, 1.0),
+            "disc": Categorical.of(logits),
+        }
+
+    names = ("im_policy_mean", "im_policy_std_raw", "im_policy_logits")
+    inputs = [golden("functions")[name] for name in names]
+    return compute(dists, *inputs)
+
+
+@functools.cache
+def golden_predictions():
+    """Of the value and of the slow value."""
+    inputs, _ = golden_imagination()
+    dists = inputs["value"], inputs["slow"]
+    return compute(lambda dists: [dist.pred() for dist in dists], dists)
 
 
 def golden_imagination():
-    data = {k: jnp.asarray(v) for k, v in golden("functions").items()}
-    policy = {
-        "cont": BoundedNormal.of(
-            data["im_policy_mean"], data["im_policy_std_raw"], 1, 0.1, 1.0
-        ),
-        "disc": Categorical.of(data["im_policy_logits"]),
-    }
+    data = golden("functions")
     inputs = {
         "rew": data["im_rew"],
         "con": data["im_con"],
         "value": TwoHot(data["im_value_logits"]),
         "slow": TwoHot(data["im_slow_logits"]),
-        "policy": jax.tree.map(lambda x: x[:, :-1], policy),
+        "policy": jax.tree.map(lambda x: x[:, :-1], golden_policy()),
         "actions": {
             "cont": data["im_act_cont"][:, :-1],
             "disc": data["im_act_disc"][:, :-1],
@@ -66,7 +100,7 @@ def golden_imagination():
     scale = data["im_retscale"]
     fixed = Normalizer("perc", limit=1.0, debias=False)
     states = {
-        "retnorm": {"lo": {"value": jnp.zeros(())}, "hi": {"value": scale}},
+        "retnorm": {"lo": {"value": np.float32(0)}, "hi": {"value": scale}},
         "valnorm": {},
         "advnorm": {},
     }
@@ -74,7 +108,7 @@ def golden_imagination():
 
 
 def golden_replay():
-    data = {k: jnp.asarray(v) for k, v in golden("functions").items()}
+    data = golden("functions")
     return {
         "last": data["rp_last"],
         "term": data["rp_term"],
@@ -128,13 +162,11 @@ def slow_twohot_loss(logits, target):
 def test_imag_loss_equals_loops():
     inputs, norms = golden_imagination()
     losses, ret, _, _ = imagination_loss(inputs, norms)
-    value, slow = np.asarray(inputs["value"].logits), inputs["slow"].pred()
-    pred = np.asarray(inputs["value"].pred())
-    con = np.asarray(inputs["con"])
-    logits = np.asarray(inputs["policy"]["disc"].logprobs)
-    mean, std = (np.asarray(x) for x in jax.tree.leaves(inputs["policy"]["cont"]))
-    act_disc = np.asarray(inputs["actions"]["disc"])
-    act_cont = np.asarray(inputs["actions"]["cont"])
+    value, con = inputs["value"].logits, inputs["con"]
+    pred, slow = golden_predictions()
+    logits = inputs["policy"]["disc"].logprobs
+    mean, std = jax.tree.leaves(inputs["policy"]["cont"])
+    act_disc, act_cont = inputs["actions"]["disc"], inputs["actions"]["cont"]
     for b in range(3):
         weight = 1.0
         for t in range(5):
@@ -157,7 +189,7 @@ def test_imag_loss_equals_loops():
 
 def test_impossible_steps_have_no_loss():
     inputs, norms = golden_imagination()
-    inputs["con"] = inputs["con"].at[:, 2].set(0)
+    inputs["con"] = np.where(np.arange(6) == 2, np.float32(0), inputs["con"])
     losses, _, _, _ = imagination_loss(inputs, norms)
     for loss in losses.values():
         assert np.all(loss[:, :2] != 0)
@@ -187,12 +219,13 @@ def test_return_scale_is_updated_before_it_is_used_and_not_in_reports():
     inputs, norms = golden_imagination()
     before = norms["states"]["retnorm"]
     _, ret, states, trained = imagination_loss(inputs, norms, update=True)
-    expected = norms["norms"].retnorm.update(before, ret)
+    normalizer = norms["norms"].retnorm
+    expected = compute(normalizer.update, before, ret)
     np.testing.assert_allclose(
         states["retnorm"]["hi"]["value"], expected["hi"]["value"], rtol=1e-6
     )
-    _, scale = norms["norms"].retnorm.stats(states["retnorm"])
-    raw = ret - inputs["value"].pred()[:, :-1]
+    _, scale = compute(normalizer.stats, states["retnorm"])
+    raw = ret - golden_predictions()[0][:, :-1]
     np.testing.assert_allclose(trained["adv"], (raw / scale).mean(), rtol=1e-4)
     _, _, kept, _ = imagination_loss(inputs, norms)
     assert kept == norms["states"]
@@ -201,26 +234,31 @@ def test_return_scale_is_updated_before_it_is_used_and_not_in_reports():
 def normalized_inputs():
     inputs, _ = golden_imagination()
     norms = Norms(OFF, Normalizer("meanstd"), Normalizer("meanstd"))
-    states = norms.init()
-    for name, x in (("valnorm", [1.0, 5.0]), ("advnorm", [2.0, 4.0])):
-        states[name] = getattr(norms, name).update(states[name], jnp.array(x))
-    return inputs, norms, states
+
+    def states():
+        found = norms.init()
+        for name, x in (("valnorm", [1.0, 5.0]), ("advnorm", [2.0, 4.0])):
+            found[name] = getattr(norms, name).update(found[name], jnp.array(x))
+        return found
+
+    return inputs, norms, compute(states)
 
 
 def test_value_normaliser_scales_predictions_and_inversely_targets():
     inputs, norms, states = normalized_inputs()
     options = {"norms": norms, "states": states}
     losses, ret, _, metrics = imagination_loss(inputs, options)
-    offset, scale = norms.valnorm.stats(states["valnorm"])
-    np.testing.assert_allclose([offset, scale], [3, 2], rtol=1e-5)
-    value = inputs["value"].pred() * 2 + 3
+    stats = compute(norms.valnorm.stats, states["valnorm"])
+    np.testing.assert_allclose(stats, [3, 2], rtol=1e-5)
+    pred, slow = golden_predictions()
+    value = pred * 2 + 3
     np.testing.assert_allclose(metrics["val"], value.mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["tar"], ((ret - 3) / 2).mean(), rtol=1e-4)
     inner = TwoHot(inputs["value"].logits[:, :-1])
-    weight = jnp.cumprod(inputs["con"], 1)[:, :-1]
+    weight = np.cumprod(inputs["con"], 1)[:, :-1]
     # The slow regulariser uses the raw prediction.
-    slow = inputs["slow"].pred()[:, :-1]
-    expected = value_loss(inner, (ret - 3) / 2, slow, weight, 1.0)
+    arguments = (inner, (ret - 3) / 2, slow[:, :-1], weight)
+    expected = compute(lambda *args: value_loss(*args, 1.0), *arguments)
     np.testing.assert_allclose(losses["value"], expected, **TOLERANCE)
 
 
@@ -229,15 +267,18 @@ def test_advantage_normaliser_subtracts_its_offset():
     norms = dataclasses.replace(norms, valnorm=OFF)
     options = {"norms": norms, "states": {**states, "valnorm": {}}}
     losses, ret, _, _ = imagination_loss(inputs, options, actent=0.0)
-    adv = (ret - inputs["value"].pred()[:, :-1] - 3) / 1
-    logp = sum(inputs["policy"][k].logp(inputs["actions"][k]) for k in inputs["policy"])
-    weight = jnp.cumprod(inputs["con"], 1)[:, :-1]
+    adv = (ret - golden_predictions()[0][:, :-1] - 3) / 1
+    policy, actions = inputs["policy"], inputs["actions"]
+    logp = compute(
+        lambda policy: sum(policy[k].logp(actions[k]) for k in policy), policy
+    )
+    weight = np.cumprod(inputs["con"], 1)[:, :-1]
     np.testing.assert_allclose(losses["policy"], -weight * logp * adv, rtol=1e-4)
 
 
 def test_replay_loss_ignores_the_ends_of_episodes():
     inputs, norms = golden_replay()
-    inputs["last"] = inputs["last"].at[:, 1].set(True)
+    inputs["last"] = inputs["last"] | (np.arange(6) == 1)
     loss, _, _ = replay_loss(inputs, norms)
     np.testing.assert_array_equal(loss[:, 1], 0)
 
@@ -245,7 +286,7 @@ def test_replay_loss_ignores_the_ends_of_episodes():
 def test_replay_loss_equals_loops():
     inputs, norms = golden_replay()
     loss, ret, _ = replay_loss(inputs, norms)
-    value, slow = np.asarray(inputs["value"].logits), inputs["slow"].pred()
+    value, (_, slow) = inputs["value"].logits, golden_predictions()
     for b in range(3):
         for t in range(5):
             both = slow_twohot_loss(value[b, t], ret[b, t])
@@ -257,7 +298,7 @@ def test_replay_loss_equals_loops():
 def test_replay_loss_with_slow_targets_bootstraps_from_the_slow_value():
     inputs, norms = golden_replay()
     _, slow, _ = replay_loss(inputs, norms, slowtar=True)
-    inputs["boot"] = inputs["slow"].pred()
+    inputs["boot"] = golden_predictions()[1]
     _, expected, _ = replay_loss(inputs, norms)
     np.testing.assert_array_equal(slow, expected)
 
@@ -267,20 +308,28 @@ def test_replay_loss_updates_the_value_normaliser():
     norms = Norms(OFF, Normalizer("meanstd"), OFF)
     options = {"norms": norms, "states": norms.init()}
     _, ret, states = replay_loss(inputs, options, update=True)
-    mean, _ = norms.valnorm.stats(states["valnorm"])
+    mean, _ = compute(norms.valnorm.stats, states["valnorm"])
     np.testing.assert_allclose(mean, ret.mean(), rtol=1e-5)
     assert replay_loss(inputs, options)[2] == norms.init()
 
 
 def kl_inputs():
-    data = golden("functions")
-    return [jnp.asarray(data[k]) for k in ("kl_post", "kl_prior")]
+    return [golden("functions")[k] for k in ("kl_post", "kl_prior")]
 
 
-def kl_terms(post, prior, free=0.0):
+def kl_losses_of(post, prior, free=0.0):
     return kl_losses(
         Categorical.of(post, 0.01, 1), Categorical.of(prior, 0.01, 1), free
     )
+
+
+def kl_terms(post, prior, free=0.0):
+    return jax.device_get(compiled_kl_losses()(post, prior, free))
+
+
+@functools.cache
+def compiled_kl_losses():
+    return quick_jit(kl_losses_of)
 
 
 def test_kl_losses_equal_golden_without_free_nats():
@@ -305,10 +354,10 @@ def test_free_nats_bound_the_sum_of_all_groups_and_stop_its_gradient():
     exact = kl_terms(post, prior)[0]
     free = float(exact.mean())
     dyn, rep = kl_terms(post, prior, free)
-    np.testing.assert_allclose(dyn, jnp.maximum(exact, free), rtol=1e-6)
+    np.testing.assert_allclose(dyn, np.maximum(exact, free), rtol=1e-6)
     np.testing.assert_array_equal(dyn, rep)
-    grad = jax.grad(lambda prior: kl_terms(post, prior, free)[0].sum())(prior)
-    moved = jnp.abs(grad).sum((-1, -2)) > 0
+    gradient = jax.grad(lambda prior: kl_losses_of(post, prior, free)[0].sum())
+    moved = np.abs(compute(gradient, prior)).sum((-1, -2)) > 0
     np.testing.assert_array_equal(moved, exact > free)
 
 
@@ -319,11 +368,12 @@ def test_equal_distributions_have_no_divergence():
 
 
 def test_each_kl_loss_trains_one_side():
-    def grads(index):
-        return jax.grad(lambda x: kl_terms(*x)[index].sum())(kl_inputs())
+    def totals(inputs):
+        return [loss.sum() for loss in kl_losses_of(*inputs)]
 
-    dyn_post, dyn_prior = grads(0)
-    rep_post, rep_prior = grads(1)
+    (dyn_post, dyn_prior), (rep_post, rep_prior) = compute(
+        jax.jacrev(totals), kl_inputs()
+    )
     assert not np.any(dyn_post)
     assert np.all(np.any(dyn_prior, -1))
     assert np.all(np.any(rep_post, -1))
@@ -345,19 +395,19 @@ def test_policy_loss_by_hand():
 
 
 def test_only_log_probability_and_entropy_get_gradient_from_the_policy_loss():
-    inputs = [jnp.array([[x]]) for x in (-2.0, 3.0, 5.0, 0.5)]
-    grads = jax.grad(lambda x: policy_loss(*x, 0.1).sum())(inputs)
+    inputs = [np.float32([[x]]) for x in (-2.0, 3.0, 5.0, 0.5)]
+    grads = compute(jax.grad(lambda x: policy_loss(*x, 0.1).sum()), inputs)
     np.testing.assert_allclose(np.ravel(grads), [-2.5, -0.05, 0, 0], rtol=1e-6)
 
 
 def test_only_the_value_gets_gradient_from_the_value_loss():
-    logits = jax.random.normal(jax.random.key(0), (2, 3, 11))
-    others = [jnp.full((2, 3), x) for x in (1.5, -0.5, 0.7)]
+    logits = np.random.default_rng(0).normal(size=(2, 3, 11)).astype(np.float32)
+    others = [np.full((2, 3), x, np.float32) for x in (1.5, -0.5, 0.7)]
 
     def total(logits, others):
         return value_loss(TwoHot(logits), *others, 0.5).sum()
 
-    grad, rest = jax.grad(total, (0, 1))(logits, others)
+    grad, rest = compute(jax.grad(total, (0, 1)), logits, others)
     assert np.any(grad)
     assert not np.any(rest)
 
@@ -368,12 +418,14 @@ def test_imag_loss_sends_gradient_to_value_and_policy_alone():
 
     def total(floats, force):
         actions = {**inputs["actions"], "cont": force}
-        losses, _, _, _ = imagination_loss(
-            {**floats, "actions": actions}, norms, update=True
+        imagined = Imagined(**floats, actions=actions)
+        losses, *_ = imag_loss(
+            imagined, **norms, settings=SETTINGS, disc=1.0, update=True
         )
         return sum(loss.sum() for loss in losses.values())
 
-    grads, force = jax.grad(total, (0, 1))(floats, inputs["actions"]["cont"])
+    force = inputs["actions"]["cont"]
+    grads, force = compute(jax.grad(total, (0, 1)), floats, force)
     moved = {key: any(map(np.any, jax.tree.leaves(x))) for key, x in grads.items()}
     expected = dict.fromkeys(("rew", "con", "slow"), False)
     assert moved == {**expected, "value": True, "policy": True}

@@ -10,6 +10,7 @@ from agent_testing import (
     SIGNALS,
     agent_config,
     assert_golden,
+    compute,
     differing,
     golden,
     golden_inputs,
@@ -109,18 +110,23 @@ def test_heads_equal_golden():
     networks, inputs = golden_state().model, golden_inputs()
     feat = model.features(inputs)
     assert_golden(feat, "feat")
-    heads = [networks.rew, networks.con, networks.val, networks.pol]
-    rew, con, val, pol = quick_jit(lambda x: [head(x) for head in heads])(feat)
-    assert_golden(rew.pred(), "reward_pred")
-    assert_golden(rew.logits, "reward_logits")
-    assert_golden(con.prob(), "continue_prob")
-    assert_golden(val.pred(), "value_pred")
-    assert_golden(pol["act_cont"].mean, "policy_cont_mean")
-    assert_golden(pol["act_cont"].std, "policy_cont_std")
     raw = golden("modules")["out:policy_disc_logits"]
-    np.testing.assert_allclose(
-        pol["act_disc"].logprobs, jax.nn.log_softmax(raw), rtol=1e-4, atol=1e-5
-    )
+
+    def heads(networks, feat):
+        rew, pol = networks.rew(feat), networks.pol(feat)
+        return {
+            "reward_pred": rew.pred(),
+            "reward_logits": rew.logits,
+            "continue_prob": networks.con(feat).prob(),
+            "value_pred": networks.val(feat).pred(),
+            "policy_cont_mean": pol["act_cont"].mean,
+            "policy_cont_std": pol["act_cont"].std,
+        }, (pol["act_disc"].logprobs, jax.nn.log_softmax(raw))
+
+    found, (logprobs, expected) = compute(heads, networks, feat)
+    for name, value in found.items():
+        assert_golden(value, name)
+    np.testing.assert_allclose(logprobs, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_reference_parameters_load_by_name():

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agent_testing import compute
 
 from dreamerv3.fused import recur
 
@@ -59,8 +60,10 @@ def test_gradients_equal_those_of_a_scan(arguments, unroll):
     def ours(*arguments):
         return recur(step, unroll, *arguments)
 
-    expected = jax.grad(lambda *a: total(ordinary, *a), (0, 1, 2))(*arguments)
-    result = jax.jit(jax.grad(lambda *a: total(ours, *a), (0, 1, 2)))(*arguments)
+    expected, result = (
+        compute(jax.grad(lambda *a, of=function: total(of, *a), (0, 1, 2)), *arguments)
+        for function in (ordinary, ours)
+    )
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
         result,

@@ -45,15 +45,15 @@ def test_video_has_truth_prediction_error_and_borders(channels, steps):
     shape = (2, steps, 3, 4, channels)
     truth = rng.integers(0, 256, shape).astype(np.uint8)
     prediction = rng.uniform(-0.1, 1.1, shape).astype(np.float32)
-    video = np.asarray(open_loop_video(jnp.asarray(truth), jnp.asarray(prediction)))
+    video = testing.compute(open_loop_video, truth, prediction)
     assert video.dtype == np.uint8
     np.testing.assert_array_equal(video, reference_video(truth, prediction))
 
 
 def test_video_of_a_right_prediction_has_grey_errors_and_black_frames_at_the_end():
     truth = np.full((1, 2, 2, 2, 3), 51, np.uint8)
-    video = open_loop_video(jnp.asarray(truth), jnp.full(truth.shape, 0.2, jnp.float32))
-    video = np.asarray(video)
+    prediction = np.full(truth.shape, 0.2, np.float32)
+    video = testing.compute(open_loop_video, truth, prediction)
     assert (video[0, 6:8, 2:-2] == 127).all()
     assert (video[0, 0] == GREEN).all()
     assert (video[1, 0] == RED).all()
@@ -137,10 +137,11 @@ def test_images_have_a_video_and_no_curves():
         **testing.SIGNALS,
     }
     config = testing.agent_config()
-    make = testing.quick_jit(
-        lambda key: model.init(key, observations, testing.ACT_SPACE, config)
+    shapes = jax.eval_shape(
+        lambda key: model.init(key, observations, testing.ACT_SPACE, config),
+        jax.random.key(0),
     )
-    state = make(jax.random.key(0))
+    state = testing.fill(shapes)
     rows = 7
     batch = testing.make_batch(context=1, batch=rows, length=5)
     batch["image"] = jnp.zeros((rows, 6, 48, 64, 3), jnp.uint8)

@@ -6,6 +6,7 @@ from agent_testing import (
     KEY,
     agent_config,
     assert_golden,
+    compute,
     fill,
     golden,
     golden_inputs,
@@ -78,14 +79,20 @@ def assert_close(first, second, rtol=1e-4, atol=1e-5):
 
 def test_one_step_equals_golden():
     model, inputs = golden_state().model, golden_inputs()
-    action = action_vector(model.pol.spaces, inputs)
-    assert_golden(action, "action_embed")
-    tokens = golden_tokens()
-    latent = {"deter": inputs["deter"], "stoch": inputs["stoch"]}
-    deter = quick_jit(model.dyn.core)(latent, action)
-    assert_golden(deter, "core_deter")
-    assert_golden(quick_jit(model.dyn.posterior)(deter, tokens), "post_logit")
-    assert_golden(quick_jit(model.dyn.prior)(deter), "prior_logit")
+
+    def step(dyn, inputs, tokens):
+        action = action_vector(model.pol.spaces, inputs)
+        latent = {"deter": inputs["deter"], "stoch": inputs["stoch"]}
+        deter = dyn.core(latent, action)
+        return {
+            "action_embed": action,
+            "core_deter": deter,
+            "post_logit": dyn.posterior(deter, tokens),
+            "prior_logit": dyn.prior(deter),
+        }
+
+    for name, value in compute(step, model.dyn, inputs, golden_tokens()).items():
+        assert_golden(value, name)
 
 
 def golden_tokens():

@@ -1,4 +1,8 @@
-"""Agents for all kinds of observations and actions act and make two updates."""
+"""Agents for all kinds of observations and actions act and make two updates.
+
+All of them take long. `test_agent.py` does the same with vectors and classes that are
+seen, and discrete and continuous actions.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,6 @@ def image(height, width, channels=3):
 # Observations, actions, and flags.
 CASES = {
     "vectors, discrete actions": (VECTOR, MOVE, []),
-}
-SLOW_CASES = {
     "a small gray image, continuous actions": ({"image": image(48, 48, 1)}, FORCE, []),
     "mixed observations, mixed actions": (
         {**VECTOR, "image": image(64, 64), "token": Space(np.int32, (), 0, 6)},
@@ -81,13 +83,11 @@ SLOW_CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name",
-    [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_CASES)],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_agent_acts_and_makes_two_updates(name):
-    obs_space, act_space, flags = {**CASES, **SLOW_CASES}[name]
+    obs_space, act_space, flags = CASES[name]
     obs_space = {**obs_space, **testing.SIGNALS}
     context = 0 if "--replay_context" in flags else CONTEXT
     config = make_config("--replay_context", str(context), *flags)

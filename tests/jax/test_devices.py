@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from program_testing import run_program, run_programs
-from toy_testing import make_agent
+from toy_testing import make_agent, result_of
 
 from embodied.jax import devices
 from embodied.jax.devices import Layout, make_mesh
@@ -139,7 +139,7 @@ def test_two_processes_equal_one():
         setup = {**hosts, "mock_devices": 2, "expect_devices": 4}
         arguments.append((json.dumps({"setup": setup, "rows": 8, "agents": agents}),))
     printed = run_programs(RESULTS, arguments)
-    (single,) = results(setup={}, rows=8, agents=[{}])
+    single = result_of(rows=8, options={})
     for output in printed:
         found = parse(output)
         assert [result["trained_on"] for result in found] == [4, 4, 4]

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy_testing import compute
 
 from embodied.jax.distributions import (
     Binary,
@@ -29,29 +30,36 @@ def strict():
 def golden():
     path = pathlib.Path(__file__).parents[1] / "golden" / "functions.npz"
     with np.load(path) as file:
-        return {key: jnp.asarray(file[key]) for key in file}
+        return {key: file[key] for key in file}
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def test_symlog_and_symexp_equal_golden(golden):
-    np.testing.assert_allclose(symlog(golden["sym_x"]), golden["symlog"], **TOLERANCE)
-    np.testing.assert_allclose(
-        symexp(golden["sym_x"] / 50), golden["symexp"], **TOLERANCE
-    )
+    x = golden["sym_x"]
+    found = compute(lambda: [symlog(jnp.asarray(x)), symexp(jnp.asarray(x) / 50)])
+    np.testing.assert_allclose(found[0], golden["symlog"], **TOLERANCE)
+    np.testing.assert_allclose(found[1], golden["symexp"], **TOLERANCE)
 
 
 def test_twohot_equals_golden(golden):
-    head = TwoHot(golden["th_logits"])
     np.testing.assert_allclose(twohot_bins(255), golden["th_bins"], **TOLERANCE)
-    np.testing.assert_allclose(head.pred(), golden["th_pred"], **TOLERANCE)
-    loss = head.loss(golden["th_target"])
+    head, target = TwoHot(golden["th_logits"]), golden["th_target"]
+    pred, loss = compute(lambda head: (head.pred(), head.loss(target)), head)
+    np.testing.assert_allclose(pred, golden["th_pred"], **TOLERANCE)
     np.testing.assert_allclose(loss, golden["th_loss"], **TOLERANCE)
 
 
 def test_categorical_equals_golden(golden):
-    post = Categorical.of(golden["kl_post"], 0.01, event=1)
-    prior = Categorical.of(golden["kl_prior"], 0.01, event=1)
-    np.testing.assert_allclose(post.kl(prior), golden["kl"], **TOLERANCE)
-    np.testing.assert_allclose(post.entropy(), golden["kl_entropy"], **TOLERANCE)
+    def measures(post, prior):
+        post, prior = (Categorical.of(x, 0.01, event=1) for x in (post, prior))
+        return post.kl(prior), post.entropy()
+
+    divergence, entropy = compute(measures, golden["kl_post"], golden["kl_prior"])
+    np.testing.assert_allclose(divergence, golden["kl"], **TOLERANCE)
+    np.testing.assert_allclose(entropy, golden["kl_entropy"], **TOLERANCE)
 
 
 @pytest.mark.parametrize("count", [3, 5, 21, 255])
@@ -73,30 +81,32 @@ def test_twohot_target_between_two_bins_has_their_distances_as_weights():
     low, high = float(twohot_bins(5)[2]), float(twohot_bins(5)[3])
     logits = jnp.array([0.1, 0.2, 0.3, 0.4, 0.5])
     logp = np.asarray(jax.nn.log_softmax(logits))
-    target = jnp.array(low + 0.25 * (high - low))
+    target = np.float32(low + 0.25 * (high - low))
     expected = -(0.75 * logp[2] + 0.25 * logp[3])
-    np.testing.assert_allclose(TwoHot(logits).loss(target), expected, rtol=1e-4)
+    loss = compute(lambda x: TwoHot(logits).loss(x), target)
+    np.testing.assert_allclose(loss, expected, rtol=1e-4)
 
 
 def test_twohot_target_on_a_bin_and_outside_of_all_bins():
     logits = jnp.array([0.1, 0.2, 0.3, 0.4, 0.5])
-    logp = jax.nn.log_softmax(logits)
-    head = TwoHot(logits)
-    for index, target in [(2, 0.0), (0, -1e9), (4, 1e9), (4, twohot_bins(5)[4])]:
-        np.testing.assert_allclose(
-            head.loss(jnp.array(target, jnp.float32)), -logp[index], rtol=1e-6
-        )
+    logp = np.asarray(jax.nn.log_softmax(logits))
+    targets = np.array([0.0, -1e9, 1e9, twohot_bins(5)[4]], np.float32)
+    head = TwoHot(jnp.broadcast_to(logits, (4, 5)))
+    loss = compute(head.loss, targets)
+    np.testing.assert_allclose(loss, -logp[[2, 0, 4, 4]], rtol=1e-6)
 
 
 def test_the_best_twohot_distribution_predicts_its_target():
-    target = jnp.array([0.0, 1.0, -3.5, 1234.5])
-    logits = jnp.zeros((4, 255))
-    # The gradient of a cross-entropy is the difference of the probabilities.
-    weights = jax.nn.softmax(logits) - jax.grad(lambda x: TwoHot(x).loss(target).sum())(
-        logits
-    )
-    best = TwoHot(jnp.log(jnp.maximum(weights, 1e-30)))
-    np.testing.assert_allclose(best.pred(), target, rtol=1e-3, atol=1e-3)
+    target = np.array([0.0, 1.0, -3.5, 1234.5], np.float32)
+
+    def best_prediction(logits):
+        # The gradient of a cross-entropy is the difference of the probabilities.
+        gradient = jax.grad(lambda x: TwoHot(x).loss(target).sum())(logits)
+        weights = jax.nn.softmax(logits) - gradient
+        return TwoHot(jnp.log(jnp.maximum(weights, 1e-30))).pred()
+
+    best = compute(best_prediction, np.zeros((4, 255), np.float32))
+    np.testing.assert_allclose(best, target, rtol=1e-3, atol=1e-3)
 
 
 def test_mixed_probabilities_have_a_floor_and_sum_to_one():
@@ -107,44 +117,61 @@ def test_mixed_probabilities_have_a_floor_and_sum_to_one():
 
 
 def test_samples_have_the_mixed_probabilities():
-    logits = jnp.array([2.0, 0.0, -30.0])
-    dist = Categorical.of(jnp.broadcast_to(logits, (20000, 3)), 0.3)
-    noise = jax.random.gumbel(jax.random.key(0), (20000, 3))
-    counts = np.bincount(dist.sample(noise), minlength=3) / 20000
-    np.testing.assert_allclose(counts, dist.probs[0], atol=0.01)
+    noise = np.random.default_rng(0).gumbel(size=(20000, 3)).astype(np.float32)
+
+    def sample(logits):
+        dist = Categorical.of(jnp.broadcast_to(logits, noise.shape), 0.3)
+        return dist.sample(jnp.asarray(noise)), dist.probs[0]
+
+    drawn, probs = compute(sample, np.array([2, 0, -30], np.float32))
+    counts = np.bincount(drawn, minlength=3) / 20000
+    np.testing.assert_allclose(counts, probs, atol=0.01)
 
 
 def test_straight_through_samples_are_one_hot_with_the_gradient_of_mixed_probs():
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5)), jnp.float32)
-    index = jnp.array([[0, 4, 2], [1, 1, 3]])
-    weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 5)), jnp.float32)
+    logits, weights = draw(2, 3, 5), draw(2, 3, 5, seed=1)
+    index = np.array([[0, 4, 2], [1, 1, 3]], np.int32)
 
     def through(logits):
         return Categorical.of(logits, 0.1).straight_through(index)
 
-    np.testing.assert_array_equal(through(logits), np.eye(5)[np.asarray(index)])
-    grad = jax.grad(lambda x: (through(x) * weights).sum())(logits)
-    expected = jax.grad(lambda x: ((0.9 * jax.nn.softmax(x) + 0.02) * weights).sum())(
-        logits
-    )
+    def mixed(logits):
+        return 0.9 * jax.nn.softmax(logits) + 0.02
+
+    @compute
+    def found():
+        gradients = [
+            jax.grad(lambda x, of=function: (of(x) * weights).sum())(logits)
+            for function in (through, mixed)
+        ]
+        return through(jnp.asarray(logits)), *gradients
+
+    samples, grad, expected = found
+    np.testing.assert_array_equal(samples, np.eye(5)[index])
     np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_events_of_several_variables_sum():
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 2, 3)), jnp.float32)
-    joint, single = Categorical.of(logits, 0.01, event=1), Categorical.of(logits, 0.01)
-    index = jnp.array([[0, 1], [2, 2], [1, 0], [0, 0]])
-    np.testing.assert_allclose(joint.logp(index), single.logp(index).sum(-1), rtol=1e-5)
-    np.testing.assert_allclose(joint.entropy(), single.entropy().sum(-1), rtol=1e-5)
+    index = np.array([[0, 1], [2, 2], [1, 0], [0, 0]], np.int32)
+
+    def measures(logits):
+        dists = Categorical.of(logits, 0.01, event=1), Categorical.of(logits, 0.01)
+        return [(dist.logp(index), dist.entropy()) for dist in dists]
+
+    joint, single = compute(measures, draw(4, 2, 3))
+    for found, parts in zip(joint, single, strict=True):
+        np.testing.assert_allclose(found, parts.sum(-1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("unimix", [0.0, 0.01, 0.5])
 def test_categorical_entropy_stays_within_its_bounds(unimix):
-    sure = Categorical.of(jnp.array([[100.0, 0.0, 0.0]] * 2), unimix, event=1)
-    even = Categorical.of(jnp.zeros((2, 3)), unimix, event=1)
-    low, high = even.entropy_bounds()
-    np.testing.assert_allclose(sure.entropy(), low, atol=1e-5)
-    np.testing.assert_allclose(even.entropy(), high, rtol=1e-5)
+    # One that is sure, and one that is even.
+    logits = np.array([[[100, 0, 0]] * 2, [[0, 0, 0]] * 2], np.float32)
+    dist = compute(lambda x: Categorical.of(x, unimix, event=1), logits)
+    low, high = dist.entropy_bounds()
+    sure, even = compute(Categorical.entropy, dist)
+    np.testing.assert_allclose(sure, low, atol=1e-5)
+    np.testing.assert_allclose(even, high, rtol=1e-5)
     np.testing.assert_allclose(high, 2 * math.log(3))
 
 
@@ -196,41 +223,55 @@ def test_squared_error_sums_over_the_event_and_trains_the_prediction_alone():
 
 def test_distributions_compute_in_float32():
     logits = jnp.zeros((2, 5), jnp.bfloat16)
-    assert TwoHot(logits).pred().dtype == jnp.float32
-    assert TwoHot(logits).loss(jnp.zeros(2)).dtype == jnp.float32
-    assert Categorical.of(logits, 0.01).entropy().dtype == jnp.float32
-    assert Binary(logits[0]).prob().dtype == jnp.float32
-    assert BoundedNormal.of(logits, logits, 1, 0.1, 1.0).std.dtype == jnp.float32
+
+    def results(logits):
+        return {
+            "prediction": TwoHot(logits).pred(),
+            "loss": TwoHot(logits).loss(jnp.zeros(2)),
+            "entropy": Categorical.of(logits, 0.01).entropy(),
+            "probability": Binary(logits[0]).prob(),
+            "deviation": BoundedNormal.of(logits, logits, 1, 0.1, 1.0).std,
+        }
+
+    for name, found in jax.eval_shape(results, logits).items():
+        assert found.dtype == jnp.float32, name
 
 
 @pytest.mark.parametrize("unimix", [0.0, 0.1])
 def test_classes_that_a_variable_lacks_have_no_probability(unimix):
-    counts = np.array([2, 4])
-    logits = jax.random.normal(jax.random.key(0), (5, 2, 4))
-    dist = Categorical.of(logits, unimix, event=1, counts=counts)
-    np.testing.assert_allclose(dist.probs[:, 0, 2:], 0)
-    np.testing.assert_allclose(dist.probs.sum(-1), 1, rtol=1e-6)
-    alone = [
-        Categorical.of(logits[:, 0, :2], unimix),
-        Categorical.of(logits[:, 1], unimix),
-    ]
-    np.testing.assert_allclose(
-        dist.entropy(), sum(part.entropy() for part in alone), rtol=1e-5
-    )
-    index = jnp.array([[1, 3]] * 5)
-    np.testing.assert_allclose(
-        dist.logp(index),
-        alone[0].logp(index[:, 0]) + alone[1].logp(index[:, 1]),
-        rtol=1e-5,
-    )
+    counts, logits = np.array([2, 4]), draw(5, 2, 4)
+    index = np.array([[1, 3]] * 5, np.int32)
+    noise = np.random.default_rng(1).gumbel(size=(200, 5, 2, 4)).astype(np.float32)
+
+    def whole(logits):
+        return Categorical.of(logits, unimix, event=1, counts=counts)
+
+    def parts(logits):
+        each = logits[:, 0, :2], logits[:, 1]
+        return [Categorical.of(x, unimix) for x in each]
+
+    def measures(logits):
+        dist, alone = whole(logits), parts(logits)
+        return {
+            "probs": dist.probs,
+            "drawn": dist.sample(jnp.asarray(noise)),
+            "entropy": dist.entropy(),
+            "entropies": [part.entropy() for part in alone],
+            "logp": dist.logp(index),
+            "logps": [part.logp(index[:, i]) for i, part in enumerate(alone)],
+            "gradient": jax.grad(lambda x: whole(x).entropy().sum())(logits),
+            "dists": (dist, alone),
+        }
+
+    found = compute(measures, logits)
+    np.testing.assert_allclose(found["probs"][:, 0, 2:], 0)
+    np.testing.assert_allclose(found["probs"].sum(-1), 1, rtol=1e-6)
+    np.testing.assert_allclose(found["entropy"], sum(found["entropies"]), rtol=1e-5)
+    np.testing.assert_allclose(found["logp"], sum(found["logps"]), rtol=1e-5)
+    dist, alone = found["dists"]
     bounds = [part.entropy_bounds() for part in alone]
     np.testing.assert_allclose(dist.entropy_bounds(), np.sum(bounds, 0), rtol=1e-6)
-    noise = jax.random.gumbel(jax.random.key(1), (200, 5, 2, 4))
-    drawn = dist.sample(noise)
-    assert int(drawn[..., 0].max()) == 1
-    assert int(drawn[..., 1].max()) == 3
-    gradient = jax.grad(lambda x: Categorical.of(x, unimix, 1, counts).entropy().sum())(
-        logits
-    )
-    assert bool(jnp.isfinite(gradient).all())
-    np.testing.assert_array_equal(gradient[:, 0, 2:], 0)
+    assert found["drawn"][..., 0].max() == 1
+    assert found["drawn"][..., 1].max() == 3
+    assert np.isfinite(found["gradient"]).all()
+    np.testing.assert_array_equal(found["gradient"][:, 0, 2:], 0)

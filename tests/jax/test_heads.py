@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy_testing import compute
 
 from embodied.jax import heads
 from embodied.jax.nets import Builder, draw
@@ -51,18 +52,24 @@ def feat():
 
 
 def test_joined_outputs_equal_those_of_each_layer(policy, feat):
-    dists = policy(feat)
-    x = policy.mlp(feat)
-    raw = {k: {n: v(x) for n, v in parts.items()} for k, parts in policy.head.items()}
-    force = dists["force"]
-    mean = jnp.tanh(raw["force"]["mean"]).reshape(3, 2, 2)
-    std = 0.7 * jax.nn.sigmoid(raw["force"]["stddev"] + 2) + 0.2
-    np.testing.assert_allclose(force.mean, mean, rtol=1e-5)
-    np.testing.assert_allclose(force.std, std.reshape(3, 2, 2), rtol=1e-5)
-    logits = raw["move"]["logits"].reshape(3, 2, 3)
-    probs = 0.9 * jax.nn.softmax(logits) + 0.1 / 3
-    np.testing.assert_allclose(dists["move"].probs, probs, rtol=1e-5)
-    assert dists["move"].entropy().shape == (3,)
+    def joined(policy, feat):
+        dists = policy(feat)
+        force, move = dists["force"], dists["move"]
+        return force.mean, force.std, move.probs, move.entropy()
+
+    def each(policy, feat):
+        x = policy.mlp(feat)
+        force, move = policy.head["force"], policy.head["move"]
+        mean = jnp.tanh(force["mean"](x)).reshape(3, 2, 2)
+        std = 0.7 * jax.nn.sigmoid(force["stddev"](x) + 2) + 0.2
+        logits = move["logits"](x).reshape(3, 2, 3)
+        probs = 0.9 * jax.nn.softmax(logits) + 0.1 / 3
+        return mean, std.reshape(3, 2, 2), probs
+
+    *found, entropy = compute(joined, policy, feat)
+    for value, expected in zip(found, compute(each, policy, feat), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert entropy.shape == (3,)
 
 
 def test_samples_are_values_of_their_spaces(policy, feat):

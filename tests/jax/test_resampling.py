@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy_testing import compute
 
 from embodied.jax.nets import Conv
 from embodied.jax.resampling import doubled_conv, largest, max_pool, pooled_conv
@@ -47,7 +48,7 @@ CASES = [
 def test_outputs_equal_the_plain_way(ours, plain, size):
     conv = make_conv(size, 3, 5)
     x = np.random.default_rng(1).standard_normal((2, 3, 8, 12, 3), np.float32)
-    result, expected = ours(conv, x), plain(conv, x)
+    result, expected = compute(lambda *args: (ours(*args), plain(*args)), conv, x)
     assert result.shape == expected.shape
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
 
@@ -57,13 +58,16 @@ def test_gradients_equal_the_plain_way(ours, plain):
     conv = make_conv(5, 2, 4)
     x = np.random.default_rng(1).standard_normal((2, 8, 8, 2), np.float32)
 
-    def gradients(function):
-        return jax.grad(lambda conv, x: jnp.sin(function(conv, x)).sum(), (0, 1))(
-            conv, x
-        )
+    def gradients(conv, x):
+        return [
+            jax.grad(lambda *args, of=function: jnp.sin(of(*args)).sum(), (0, 1))(
+                conv, x
+            )
+            for function in (ours, plain)
+        ]
 
-    result, expected = jax.tree.leaves(gradients(ours)), gradients(plain)
-    for one, other in zip(result, jax.tree.leaves(expected), strict=True):
+    result, expected = map(jax.tree.leaves, compute(gradients, conv, x))
+    for one, other in zip(result, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
 
 
@@ -71,7 +75,8 @@ def test_gradients_equal_the_plain_way(ours, plain):
 def test_the_compute_dtype_is_kept(ours):
     conv = make_conv(5, 3, 4)
     conv = Conv(conv.kernel, conv.bias, "bfloat16")
-    assert ours(conv, np.zeros((2, 8, 8, 3), np.float32)).dtype == jnp.bfloat16
+    result = jax.eval_shape(ours, conv, np.zeros((2, 8, 8, 3), np.float32))
+    assert result.dtype == jnp.bfloat16
 
 
 def test_max_pool_takes_the_largest_of_each_square():
@@ -80,12 +85,12 @@ def test_max_pool_takes_the_largest_of_each_square():
 
 
 def test_the_gradient_goes_to_the_first_of_the_largest():
-    values = jnp.array(list(itertools.product([0.0, 1.0, 2.0], repeat=4)))
-    columns = [values[:, index] for index in range(4)]
-    gradients = jax.grad(lambda x: 3 * largest(*x).sum())(columns)
+    values = np.array(list(itertools.product([0, 1, 2], repeat=4)), np.float32)
+    columns = list(values.T)
+    gradients = compute(jax.grad(lambda x: 3 * largest(*x).sum()), columns)
     expected = 3 * np.eye(4)[np.argmax(values, -1)]
     np.testing.assert_array_equal(np.stack(gradients, -1), expected)
-    np.testing.assert_array_equal(largest(*columns), values.max(-1))
+    np.testing.assert_array_equal(compute(largest, *columns), values.max(-1))
 
 
 @pytest.mark.parametrize("place", range(4))

@@ -1,12 +1,10 @@
 """JAX is prepared as the settings say, or there is an error that says why not."""
 
-import concurrent.futures
-import functools
 import json
 import os
 
 import pytest
-from program_testing import run_program
+from program_testing import run_program, run_programs
 
 from embodied.jax.setup import (
     SetupError,
@@ -183,17 +181,8 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     assert "are not cached" in caplog.text
 
 
-def run_hosts(code, folder):
-    """Runs a program on two hosts that meet; returns what each has printed."""
-    environ = {"XDG_CACHE_HOME": str(folder), "JAX_PLATFORMS": "cpu"}
-    run = functools.partial(run_program, code, **environ)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        return list(pool.map(run, ("0", "1"), [f"localhost:{free_port()}"] * 2))
-
-
-def test_hosts_that_train_together_still_hear_signals(tmp_path):
-    code = """
-import os, signal, sys, time
+HOST = """
+import json, os, signal, sys, time
 heard = []
 signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
 from embodied.jax.setup import setup
@@ -202,21 +191,28 @@ os.kill(os.getpid(), signal.SIGTERM)
 deadline = time.monotonic() + 30
 while not heard and time.monotonic() < deadline:
     time.sleep(0.01)
-print(heard)
-"""
-    assert [text.strip() for text in run_hosts(code, tmp_path)] == ["[True]"] * 2
-
-
-def test_hosts_wait_for_the_slowest_compiler(tmp_path):
-    code = """
-import sys, time
-from embodied.jax.setup import setup
-setup('cpu', replica=int(sys.argv[1]), replicas=2, coordinator_address=sys.argv[2])
 from embodied.jax.compiling import compile_ahead
 time.sleep(2 * int(sys.argv[1]))
 begin = time.monotonic()  # A clock that both hosts share here.
 compile_ahead(lambda x: x + 1, (1.0,), name='a function', hosts=True)
-print(begin, time.monotonic())
+print(json.dumps({'heard': heard, 'begin': begin, 'end': time.monotonic()}))
 """
-    times = [[*map(float, text.split())] for text in run_hosts(code, tmp_path)]
-    assert min(end for _, end in times) >= max(begin for begin, _ in times)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    """What two hosts have printed that meet, hear a signal, and compile."""
+    folder = tmp_path_factory.mktemp("hosts")
+    environ = {"XDG_CACHE_HOME": str(folder), "JAX_PLATFORMS": "cpu"}
+    address = f"localhost:{free_port()}"
+    outputs = run_programs(HOST, [("0", address), ("1", address)], **environ)
+    return [json.loads(text.splitlines()[-1]) for text in outputs]
+
+
+def test_hosts_that_train_together_still_hear_signals(hosts):
+    assert [host["heard"] for host in hosts] == [[True]] * 2
+
+
+def test_hosts_wait_for_the_slowest_compiler(hosts):
+    last = max(host["begin"] for host in hosts)
+    assert min(host["end"] for host in hosts) >= last

@@ -12,6 +12,18 @@ from embodied import Space
 from embodied.jax.agent import AgentOptions, JaxAgent
 from embodied.jax.algorithm import Algorithm
 
+# Options that save most of the compiler's time on the CPU.
+QUICK: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # Later versions may not know it, which they refuse.
+    QUICK["xla_cpu_use_fusion_emitters"] = False
+
+
+def compute(function, *inputs):
+    """The result as NumPy's arrays, of one program instead of one for every step."""
+    compiled = jax.jit(lambda *args: function(*args), compiler_options=QUICK)
+    return jax.device_get(compiled(*inputs))
+
+
 INPUTS, UNITS = 64, 64  # As many weights as it takes to split them.
 
 OBSERVATIONS = {"vector": Space(np.float32, INPUTS), "is_first": Space(bool)}
@@ -93,7 +105,7 @@ ALGORITHM = Algorithm(
 
 
 def make_agent(**options) -> JaxAgent:
-    return JaxAgent(ALGORITHM, AgentOptions(**options))
+    return JaxAgent(ALGORITHM, AgentOptions(**{"compiler": QUICK, **options}))
 
 
 def make_batch(seed: int = 0, rows: int = 8, steps: int = 3) -> dict[str, np.ndarray]:
@@ -145,20 +157,24 @@ def train_rounds(agent: JaxAgent, rounds: int, rows: int = 8) -> dict[str, np.nd
 def print_results(rows: int, agents: list[dict]) -> None:
     """Trains agents with the given options, and prints a line of JSON for each."""
     for options in agents:
-        agent = make_agent(**options)
-        result = train_rounds(agent, 4, rows)
-        obs = make_obs(3, first=True)
-        agent.init_table(3)
-        actions, _ = agent.policy_table([0, 1, 2], obs, "eval")
-        carry, direct, _ = agent.policy(agent.init_policy(3), obs, "eval")
-        kernel = agent._trainer._leaves[1]
-        found = {
-            "kernel": result["net/kernel"].tolist(),
-            "loss": float(result["loss"]),
-            "actions": actions["action"].tolist(),
-            "direct": direct["action"].tolist(),
-            "spec": list(kernel.sharding.spec),
-            "trained_on": len(kernel.sharding.device_set),
-            "policy_on": sorted(device.id for device in carry["total"].devices()),
-        }
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result_of(rows, options)), flush=True)
+
+
+def result_of(rows: int, options: dict) -> dict:
+    """Trains an agent with the given options; says what it does, and on what."""
+    agent = make_agent(**options)
+    result = train_rounds(agent, 4, rows)
+    obs = make_obs(3, first=True)
+    agent.init_table(3)
+    actions, _ = agent.policy_table([0, 1, 2], obs, "eval")
+    carry, direct, _ = agent.policy(agent.init_policy(3), obs, "eval")
+    kernel = agent._trainer._leaves[1]
+    return {
+        "kernel": result["net/kernel"].tolist(),
+        "loss": float(result["loss"]),
+        "actions": actions["action"].tolist(),
+        "direct": direct["action"].tolist(),
+        "spec": list(kernel.sharding.spec),
+        "trained_on": len(kernel.sharding.device_set),
+        "policy_on": sorted(device.id for device in carry["total"].devices()),
+    }
