@@ -14,19 +14,16 @@ import numpy as np
 from embodied.jax.nets import Array, Conv
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
+# Channels up to which results of a convolution that doubles maps are computed on maps
+# of half the size, with four times as many channels in and out.
+FEW_OUTPUTS = 12
 
 
 def pooled_conv(conv: Conv, x: Array) -> Array:
     """Convolves maps [..., 2H, 2W, C] and takes the largest of each 2x2 square."""
     *lead, height, width, channels = x.shape
-    x = x.reshape((-1, height // 2, 2, width // 2, 2, channels))
-    x = jnp.moveaxis(x, 2, 3).reshape((-1, height // 2, width // 2, 4 * channels))
-    pick, padding = _pick_pixels(conv.kernel.shape[0])
-    # Offsets p q, input pixels s t, output pixels a b, taps u v.
-    kernel = jnp.einsum(
-        "psau,qtbv,uvco->pqstcabo", pick, pick, conv.kernel, precision="highest"
-    )
-    kernel = kernel.reshape((*kernel.shape[:2], 4 * channels, -1))
+    x = _to_blocks(x.reshape((-1, height, width, channels)))
+    kernel, padding = _block_kernel(conv.kernel)
     x = _convolve(x, kernel, padding, conv.dtype)
     x = x.reshape((*x.shape[:-1], 4, -1))
     x = largest(*(x[..., pixel, :] for pixel in range(4)))
@@ -77,10 +74,42 @@ def doubled_conv(conv: Conv, x: Array) -> Array:
         "pau,qbv,uvco->pqcabo", pick, pick, conv.kernel, precision="highest"
     )
     kernel = kernel.reshape((*kernel.shape[:3], -1))
+    halve = conv.bias.size <= FEW_OUTPUTS and not (height % 2 or width % 2)
+    if halve:
+        x = _to_blocks(x)
+        kernel, padding = _block_kernel(kernel)
     x = _convolve(x, kernel, padding, conv.dtype)
-    x = x.reshape((-1, height, width, 2, 2, conv.bias.size))
-    x = jnp.moveaxis(x, 3, 2) + conv.bias.astype(conv.dtype)
+    if halve:
+        x = _from_blocks(x)
+    x = _from_blocks(x) + conv.bias.astype(conv.dtype)
     return x.reshape((*lead, 2 * height, 2 * width, -1))
+
+
+def _to_blocks(x: Array) -> Array:
+    """Makes the pixels of each 2x2 square channels: [N, 2H, 2W, C] to [N, H, W, 4C]."""
+    count, height, width, channels = x.shape
+    x = x.reshape((count, height // 2, 2, width // 2, 2, channels))
+    x = jnp.moveaxis(x, 2, 3)
+    return x.reshape((count, height // 2, width // 2, 4 * channels))
+
+
+def _from_blocks(x: Array) -> Array:
+    """Undoes `_to_blocks`: [N, H, W, 4C] to [N, 2H, 2W, C]."""
+    count, height, width, channels = x.shape
+    x = x.reshape((count, height, width, 2, 2, channels // 4))
+    x = jnp.moveaxis(x, 3, 2)
+    return x.reshape((count, 2 * height, 2 * width, channels // 4))
+
+
+def _block_kernel(kernel: Array) -> tuple[Array, tuple[int, int]]:
+    """Kernel [P, P, 4C, 4O] and padding that do on blocks what [K, K, C, O] does."""
+    pick, padding = _pick_pixels(kernel.shape[0])
+    # Offsets p q, input pixels s t, output pixels a b, taps u v.
+    result = jnp.einsum(
+        "psau,qtbv,uvco->pqstcabo", pick, pick, kernel, precision="highest"
+    )
+    inputs = 4 * kernel.shape[2]
+    return result.reshape((*result.shape[:2], inputs, -1)), padding
 
 
 def _convolve(x: Array, kernel: Array, padding: tuple[int, int], dtype: str) -> Array:
