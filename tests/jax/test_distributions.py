@@ -116,18 +116,24 @@ def test_samples_have_the_mixed_probabilities():
 
 def test_straight_through_samples_are_one_hot_with_the_gradient_of_mixed_probs():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5)), jnp.float32)
-    index = jnp.array([[0, 4, 2], [1, 1, 3]])
+    noise = jnp.asarray(np.random.default_rng(2).gumbel(size=(2, 3, 5)), jnp.float32)
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 5)), jnp.float32)
 
     def through(logits):
-        return Categorical.of(logits, 0.1).straight_through(index)
+        return Categorical.of(logits, 0.1).straight_through(noise)
 
+    index = Categorical.of(logits, 0.1).sample(noise)
     np.testing.assert_array_equal(through(logits), np.eye(5)[np.asarray(index)])
     grad = jax.grad(lambda x: (through(x) * weights).sum())(logits)
     expected = jax.grad(lambda x: ((0.9 * jax.nn.softmax(x) + 0.02) * weights).sum())(
         logits
     )
     np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_one_class_is_drawn_where_several_are_equally_good():
+    drawn = Categorical.of(jnp.zeros((2, 4))).straight_through(jnp.zeros((2, 4)))
+    np.testing.assert_array_equal(drawn, [[1, 0, 0, 0]] * 2)
 
 
 def test_events_of_several_variables_sum():
