@@ -201,12 +201,6 @@ class FusedCell(Recurrence):
         stoch = self.cell.sample(logits, now["noise"])
         return {"deter": deter, "stoch": flat(stoch), "dynin0": dynin0}, logits
 
-    @property
-    def _own(self) -> int:
-        """Inputs of a block of `dynhid0` before those from the action."""
-        return self.cell.deter // self.cell.blocks + 2 * self.cell.hidden
-
-
     def slopes(self, weights: Tree, before: Tree, inputs: Tree) -> Tree:
         """Computes what `step_back` needs of each step, for all of them at once.
 
@@ -288,6 +282,11 @@ class FusedCell(Recurrence):
             "dynin0": first * keep,
         }
 
+    @property
+    def _own(self) -> int:
+        """Inputs of a block of `dynhid0` before those from the action."""
+        return self.cell.deter // self.cell.blocks + 2 * self.cell.hidden
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +295,7 @@ class Slope:
 
     Attributes:
       normed: inputs after the norm, without scale; None without a norm.
-      factor: what they were multiplied by; None without a norm.
+      factor: what the norm multiplied them by; None without a norm.
       slope: of the activation, times the scale.
       centred: whether the norm subtracts the mean.
     """
@@ -323,7 +322,7 @@ class Slope:
     def __call__(self, gradient: Array, dtype: str) -> Array:
         """Takes the gradient of the results to that of the inputs."""
         x = f32(gradient) * self.slope
-        if self.normed is not None:
+        if self.normed is not None and self.factor is not None:
             share = self.normed * (x * self.normed).mean(-1, keepdims=True)
             mean = x.mean(-1, keepdims=True) if self.centred else 0
             x = (x - mean - share) * self.factor

@@ -14,9 +14,6 @@ import numpy as np
 from embodied.jax.nets import Array, Conv
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
-# Channels up to which results of a convolution that doubles maps are computed on maps
-# of half the size, with four times as many channels in and out.
-FEW_OUTPUTS = 12
 
 
 def pooled_conv(conv: Conv, x: Array) -> Array:
@@ -64,8 +61,15 @@ def _largest_backward(which: Array, gradient: Array) -> tuple[Array, ...]:
 largest.defvjp(_largest, _largest_backward)
 
 
-def doubled_conv(conv: Conv, x: Array) -> Array:
-    """Repeats the pixels of maps [..., H, W, C] to 2H and 2W, and convolves."""
+def doubled_conv(conv: Conv, x: Array, halve: bool = False) -> Array:
+    """Repeats the pixels of maps [..., H, W, C] to 2H and 2W, and convolves.
+
+    Args:
+      conv: the convolution.
+      x: maps; H and W are even if they are halved.
+      halve: compute on maps of half the size, with four times as many channels. It is
+        more arithmetic, which accelerators do sooner where channels are few.
+    """
     *lead, height, width, channels = x.shape
     x = x.reshape((-1, height, width, channels))
     pick, padding = _pick_pixels(conv.kernel.shape[0])
@@ -74,7 +78,6 @@ def doubled_conv(conv: Conv, x: Array) -> Array:
         "pau,qbv,uvco->pqcabo", pick, pick, conv.kernel, precision="highest"
     )
     kernel = kernel.reshape((*kernel.shape[:3], -1))
-    halve = conv.bias.size <= FEW_OUTPUTS and not (height % 2 or width % 2)
     if halve:
         x = _to_blocks(x)
         kernel, padding = _block_kernel(kernel)
