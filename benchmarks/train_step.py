@@ -18,6 +18,7 @@ observations to actions and latents, all in host memory. The last line is JSON:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import tempfile
@@ -47,12 +48,13 @@ def measure(options: argparse.Namespace, logdir: str) -> dict[str, Any]:
     import jax
 
     from dreamerv3 import agent as agents
+    from dreamerv3 import model
     from dreamerv3.cli.config import load_config
 
     if options.unroll:
-        agents.UNROLL = agents.CPU_UNROLL = dict(
-            zip(("scan", "imagine"), options.unroll)
-        )
+        loops = dict(zip(("scan", "imagine"), options.unroll))
+        for name in ("CPU", "ACCELERATOR"):
+            setattr(model, name, dataclasses.replace(getattr(model, name), **loops))
     config = load_config(
         [
             *("--configs", options.size, "--logdir", logdir),

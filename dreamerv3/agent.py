@@ -25,11 +25,6 @@ from embodied.jax.setup import Backend, setup
 
 logger = logging.getLogger("embodied.agent")
 
-# Steps per iteration of the loops over time. Accelerators mostly wait for small
-# kernels, which fewer iterations make fewer; the cpu mostly waits for the compiler.
-UNROLL = {"scan": 4, "imagine": 5}
-CPU_UNROLL = {"scan": 1, "imagine": 1}
-
 # Keys of batches beside observations and actions.
 BATCH_KEYS = ("consec", "stepid")
 LATENT_KEYS = (model.DETER, model.STOCH)
@@ -133,7 +128,7 @@ def make_algorithm(
         compute_dtype=backend.compute_dtype,
         replay_context=context,
         priority=config["replay"]["fracs"]["priority"] > 0,
-        unroll=CPU_UNROLL if backend.platform == "cpu" else UNROLL,
+        tuning=model.CPU if backend.platform == "cpu" else model.ACCELERATOR,
         extra_losses=extra_losses,
     )
     same = settings["eval_mode"] == "sample"

@@ -17,6 +17,7 @@ from embodied.jax.nets import (
     MLP,
     Array,
     Builder,
+    Conv,
     Linear,
     Recipes,
     activate,
@@ -42,6 +43,7 @@ class Decoder(eqx.Module):
     smallest: tuple[int, int] = eqx.field(static=True)
     settings: CoderSettings = eqx.field(static=True)
     dtype: str = eqx.field(static=True)
+    halved_channels: int = eqx.field(static=True)
 
     def __call__(self, deter: Array, stoch: Array) -> dict[str, Array]:
         """Decodes states [..., D] and [..., S, C] to raw outputs, float32."""
@@ -114,17 +116,21 @@ class Decoder(eqx.Module):
         x = self._activate("sp", f32(spread) + f32(x))
         for index in reversed(range(len(settings.mults) - 1)):
             conv = parts[f"conv{index}"]
-            x = conv(x) if settings.strided else doubled_conv(conv, x)
+            x = conv(x) if settings.strided else self._double(conv, x)
             x = self._activate(f"conv{index}", x)
         conv = parts["imgout"]
         plain = settings.strided or settings.outer
-        x = conv(x) if plain else doubled_conv(conv, x)
+        x = conv(x) if plain else self._double(conv, x)
         x = jax.nn.sigmoid(f32(x))
         outputs, start = {}, 0
         for key, space in self.images:
             outputs[key] = x[..., start : start + space.shape[-1]]
             start += space.shape[-1]
         return outputs
+
+    def _double(self, conv: Conv, x: Array) -> Array:
+        few = conv.bias.size <= self.halved_channels
+        return doubled_conv(conv, x, few and not (x.shape[-2] % 2 or x.shape[-3] % 2))
 
     def _activate(self, name: str, x: Array) -> Array:
         return activate(self.parts[f"{name}norm"], x, self.settings.act, self.dtype)
@@ -137,6 +143,7 @@ def make_decoder(
     stoch: int,
     config: Mapping[str, Any],
     dtype: str,
+    halved_channels: int = 0,
 ) -> Decoder:
     """Makes the decoder `dec`.
 
@@ -147,6 +154,8 @@ def make_decoder(
       stoch: length of the flat stochastic state.
       config: keys of `agent.dec.simple`.
       dtype: compute dtype.
+      halved_channels: convolutions to at most so many channels are computed on maps
+        of half the size.
 
     Raises:
       ValueError: an observation that cannot be decoded.
@@ -170,7 +179,9 @@ def make_decoder(
         smallest = smallest_map(images, settings)
         channels = sum(space.shape[-1] for _, space in images)
         parts = _image_parts(build, smallest, channels, deter, stoch, settings)
-    return Decoder(mlp, vec, parts, vectors, images, smallest, settings, dtype)
+    return Decoder(
+        mlp, vec, parts, vectors, images, smallest, settings, dtype, halved_channels
+    )
 
 
 def _image_parts(

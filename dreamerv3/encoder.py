@@ -16,9 +16,6 @@ from embodied.jax.nets import Array, Builder, Recipes, activate, symlog
 from embodied.jax.resampling import max_pool, pooled_conv
 
 SMALLEST_MAP, LARGEST_MAP = 3, 16  # Sides of the smallest feature map.
-# Channels up to which a convolution is quicker on the pooled map, with four times
-# as many.
-FEW_CHANNELS = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +58,7 @@ class Encoder(eqx.Module):
     images: NamedSpaces = eqx.field(static=True)
     settings: CoderSettings = eqx.field(static=True)
     dtype: str = eqx.field(static=True)
+    pooled_channels: int = eqx.field(static=True)
 
     def __call__(self, obs: Mapping[str, Array]) -> Array:
         """Encodes observations [..., *shape] to tokens [..., E] in the compute dtype.
@@ -95,7 +93,7 @@ class Encoder(eqx.Module):
             conv = self.parts[f"cnn{index}"]
             if settings.strided or (settings.outer and index == 0):
                 x = conv(x)
-            elif x.shape[-1] <= FEW_CHANNELS:
+            elif x.shape[-1] <= self.pooled_channels:
                 x = pooled_conv(conv, x)
             else:
                 x = max_pool(conv(x))
@@ -107,7 +105,11 @@ class Encoder(eqx.Module):
 
 
 def make_encoder(
-    recipes: Recipes, spaces: NamedSpaces, config: Mapping[str, Any], dtype: str
+    recipes: Recipes,
+    spaces: NamedSpaces,
+    config: Mapping[str, Any],
+    dtype: str,
+    pooled_channels: int = 0,
 ) -> tuple[Encoder, int]:
     """Makes the encoder `enc` and returns it with the length of its tokens.
 
@@ -116,6 +118,8 @@ def make_encoder(
       spaces: observations to encode, sorted by key.
       config: keys of `agent.enc.simple`.
       dtype: compute dtype.
+      pooled_channels: convolutions of at most so many channels are computed on the
+        pooled map.
 
     Raises:
       ValueError: an observation that cannot be encoded.
@@ -144,7 +148,7 @@ def make_encoder(
             parts[f"cnn{index}norm"] = build.scale(depth)
             inputs = depth
         size += height * width * inputs
-    return Encoder(parts, vectors, images, settings, dtype), size
+    return Encoder(parts, vectors, images, settings, dtype, pooled_channels), size
 
 
 def split_spaces(spaces: NamedSpaces) -> tuple[NamedSpaces, NamedSpaces]:

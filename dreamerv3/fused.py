@@ -17,16 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dreamerv3.rssm import RSSM, Cell, Latent, flat, squash_action, time_first
-from embodied.jax.nets import Array, Tree, block_matmul, f32
-
-Step = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+from embodied.jax.nets import ACTIVATIONS, Array, Norm, Tree, block_matmul, f32
 
 
 def observe(
@@ -56,13 +53,40 @@ def observe(
     inputs = {**jax.tree.map(time_first, inputs), "noise": noise}
     weights = fused.observe_weights(dyn.parts)
     carry = fused.observe_carry(weights, latent["deter"], latent["stoch"])
-    states, logits = recur(fused.observe_step, dyn.scan_unroll, weights, carry, inputs)
+    states, logits = recur(fused, dyn.scan_unroll, weights, carry, inputs)
     states = {"deter": states["deter"], "stoch": dyn.cell.grouped(states["stoch"])}
     return jax.tree.map(time_first, (states, logits))
 
 
+class Recurrence:
+    """Steps of a loop over time that `recur` can run."""
+
+    def step(self, params: Tree, carry: Tree, inputs: Tree) -> tuple[Tree, Tree]:
+        """Returns the next carry, and outputs."""
+        raise NotImplementedError
+
+    def slopes(self, params: Tree, before: Tree, inputs: Tree) -> Tree:
+        """Returns what `step_back` needs of each step; called once for all steps."""
+        return before, inputs
+
+    def step_back(
+        self, params: Tree, slopes: Tree, gradient: Tree, outputs: Tree
+    ) -> Tree:
+        """Returns the gradient of the carry before a step.
+
+        Args:
+          params: the same for all steps.
+          slopes: of this step.
+          gradient: of the carry after it.
+          outputs: gradient of the outputs.
+        """
+        before, inputs = slopes
+        _, pull = jax.vjp(lambda carry: self.step(params, carry, inputs), before)
+        return pull((gradient, outputs))[0]
+
+
 @dataclasses.dataclass(frozen=True)
-class FusedCell:
+class FusedCell(Recurrence):
     """Steps of the model as functions of prepared weights.
 
     Attributes:
@@ -145,7 +169,7 @@ class FusedCell:
         kernel = weights["deter"][:, : self.cell.hidden]
         return {"deter": deter, "stoch": flat(stoch), "dynin0": deter @ kernel}
 
-    def observe_step(self, weights: Tree, carry: Tree, now: Tree) -> tuple[Tree, Tree]:
+    def step(self, weights: Tree, carry: Tree, now: Tree) -> tuple[Tree, Tree]:
         """Computes core, posterior and sample.
 
         Args:
@@ -164,7 +188,7 @@ class FusedCell:
             weights["core"],
             carry["deter"] * keep,
             carry["dynin0"] * keep,
-            (carry["stoch"] * keep) @ weights["stoch"],
+            carry["stoch"] @ weights["stoch"] * keep,
             now["action"],
         )
         product = deter @ weights["deter"]
@@ -177,20 +201,142 @@ class FusedCell:
         stoch = self.cell.sample(logits, now["noise"])
         return {"deter": deter, "stoch": flat(stoch), "dynin0": dynin0}, logits
 
+    def slopes(self, weights: Tree, before: Tree, inputs: Tree) -> Tree:
+        """Computes what `step_back` needs of each step, for all of them at once.
+
+        Args:
+          weights: from `observe_weights`.
+          before: carries [T, B, ...] before each step.
+          inputs: of all steps.
+        """
+        cell, core, keep = self.cell, weights["core"], inputs["keep"]
+        slopes: dict[str, Any] = {"keep": keep}
+
+        def activate(parts: Tree, name: str, x: Array) -> Array:
+            slopes[name] = Slope.of(parts[f"{name}norm"], x, cell.act)
+            return cell.activate(parts, name, x)
+
+        deter = before["deter"] * keep
+        x0 = activate(core, "dynin0", before["dynin0"] * keep + core["bias0"])
+        product = before["stoch"] @ weights["stoch"] * keep
+        x1 = activate(core, "dynin1", product + core["bias1"])
+        x = block_matmul(cell.per_block(deter, [x0, x1]), core["block"])
+        x = activate(core, "dynhid0", x + inputs["action"])
+        for index in range(1, cell.dynlayers):
+            x = activate(core, f"dynhid{index}", core[f"dynhid{index}"](x))
+        gates = core["dyngru"](x)
+        slopes["gates"], slopes["old"] = cell.gate_slopes(gates, deter)
+        x = inputs["tokens"]
+        if not cell.absolute:
+            new = cell.gates(gates, deter)
+            x = new @ weights["deter"][:, cell.hidden :] + x
+        x = activate(weights, "obs0", x)
+        for index in range(1, cell.obslayers):
+            x = activate(weights, f"obs{index}", weights[f"obs{index}"](x))
+        logits = cell.grouped(weights["obslogit"](x))
+        slopes["probs"] = jax.nn.softmax(f32(logits))
+        return slopes
+
+    def step_back(
+        self, weights: Tree, slopes: Tree, gradient: Tree, logits_gradient: Array
+    ) -> Tree:
+        """The gradient of the carry before a step from that of the carry after it.
+
+        Args:
+          weights: from `observe_weights`.
+          slopes: of this step.
+          gradient: of the carry after the step.
+          logits_gradient: of its logits.
+        """
+        cell, core, keep = self.cell, weights["core"], slopes["keep"]
+        probs = slopes["probs"]
+        x = f32(cell.grouped(gradient["stoch"]))
+        x = x - (x * probs).sum(-1, keepdims=True)
+        x = (1 - cell.unimix) * probs * x
+        x = flat(x.astype(cell.dtype) + logits_gradient)
+        x = x @ weights["obslogit"].kernel.T
+        for index in reversed(range(1, cell.obslayers)):
+            x = slopes[f"obs{index}"](x, cell.dtype)
+            x = x @ weights[f"obs{index}"].kernel.T
+        read = [gradient["dynin0"]]
+        if not cell.absolute:
+            read.append(slopes["obs0"](x, cell.dtype))
+        new = gradient["deter"] + jnp.concatenate(read, -1) @ weights["deter"].T
+        x = f32(new).reshape((*new.shape[:-1], cell.blocks, 1, -1)) * slopes["gates"]
+        x = x.astype(cell.dtype).reshape((*new.shape[:-1], -1))
+        x = block_matmul(x, core["dyngru"].kernel.swapaxes(1, 2))
+        for index in reversed(range(1, cell.dynlayers)):
+            x = slopes[f"dynhid{index}"](x, cell.dtype)
+            x = block_matmul(x, core[f"dynhid{index}"].kernel.swapaxes(1, 2))
+        x = slopes["dynhid0"](x, cell.dtype)
+        x = block_matmul(x, core["block"].swapaxes(1, 2))
+        x = x.reshape((*new.shape[:-1], cell.blocks, -1))
+        own, shared = jnp.split(x, [cell.deter // cell.blocks], -1)
+        first, second = jnp.split(shared.sum(-2), 2, -1)
+        first = slopes["dynin0"](first, cell.dtype)
+        second = slopes["dynin1"](second, cell.dtype)
+        old = (f32(new) * slopes["old"]).astype(cell.dtype)
+        return {
+            "deter": (old + own.reshape(new.shape)) * keep,
+            "stoch": second @ weights["stoch"].T * keep,
+            "dynin0": first * keep,
+        }
+
     @property
     def _own(self) -> int:
         """Inputs of a block of `dynhid0` before those from the action."""
         return self.cell.deter // self.cell.blocks + 2 * self.cell.hidden
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slope:
+    """The derivative of a norm with its activation, at given inputs.
+
+    Attributes:
+      normed: inputs after the norm, without scale; None without a norm.
+      factor: what the norm multiplied them by; None without a norm.
+      slope: of the activation, times the scale.
+      centred: whether the norm subtracts the mean.
+    """
+
+    normed: Array | None
+    factor: Array | None
+    slope: Array
+    centred: bool = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, norm: Norm, x: Array, act: str) -> Slope:
+        """The derivative of `activate(norm, x, act)`, all in float32."""
+        x = f32(x)
+        y = norm(x)
+        _, slope = jax.jvp(ACTIVATIONS[act], (y,), (jnp.ones_like(y),))
+        if norm.scale is None:
+            return cls(None, None, slope, False)
+        centred = norm.kind == "layer"
+        if centred:
+            x = x - x.mean(-1, keepdims=True)
+        factor = norm.factor(x)
+        return cls(x * factor, factor, slope * norm.scale, centred)
+
+    def __call__(self, gradient: Array, dtype: str) -> Array:
+        """Takes the gradient of the results to that of the inputs."""
+        x = f32(gradient) * self.slope
+        if self.normed is not None and self.factor is not None:
+            share = self.normed * (x * self.normed).mean(-1, keepdims=True)
+            mean = x.mean(-1, keepdims=True) if self.centred else 0
+            x = (x - mean - share) * self.factor
+        return x.astype(dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def recur(
-    step: Step, unroll: int, params: Tree, carry: Tree, inputs: Tree
+    steps: Recurrence, unroll: int, params: Tree, carry: Tree, inputs: Tree
 ) -> tuple[Tree, Tree]:
-    """Scans `carry, outputs = step(params, carry, inputs)` over the first axis.
+    """Scans `carry, outputs = steps.step(params, carry, inputs)` over the first axis.
 
     Args:
-      step: works on rows, whatever axes are before them: [B, ...] in the scan and
+      steps: works on rows, whatever axes are before them: [B, ...] in the scan and
         [T, B, ...] in the backward pass. A function of its arguments alone.
       unroll: steps per iteration of the loop.
       params: floating point arrays, the same for all steps.
@@ -200,49 +346,41 @@ def recur(
     Returns:
       Carries after each step and outputs, [T, B, ...].
     """
-
-    def body(carry: Tree, inputs: Tree) -> tuple[Tree, tuple[Tree, Tree]]:
-        carry, outputs = step(params, carry, inputs)
-        return carry, (carry, outputs)
-
-    return jax.lax.scan(body, carry, inputs, unroll=unroll)[1]
+    return _forward(steps, unroll, params, carry, inputs)[0]
 
 
 def _forward(
-    step: Step, unroll: int, params: Tree, carry: Tree, inputs: Tree
+    steps: Recurrence, unroll: int, params: Tree, carry: Tree, inputs: Tree
 ) -> tuple[tuple[Tree, Tree], Any]:
-    steps = jax.tree.leaves(inputs)[0].shape[0]
-    # Zeros added to each carry: their gradient is the gradient of that carry.
-    nudges = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), carry)
-    # Only results of matrix products are kept; the cheap rest is computed again.
-    saving = jax.checkpoint(
-        step, prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable
-    )
-
-    def body(carry: Tree, now: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
-        inputs, nudge = now
-        carry, outputs = saving(params, carry, inputs)
-        carry = jax.tree.map(jnp.add, carry, nudge)
+    def body(carry: Tree, inputs: Tree) -> tuple[Tree, tuple[Tree, Tree]]:
+        carry, outputs = steps.step(params, carry, inputs)
         return carry, (carry, outputs)
 
-    def scan(carry: Tree, nudges: Tree) -> tuple[Tree, Tree]:
-        return jax.lax.scan(body, carry, (inputs, nudges), unroll=unroll)[1]
-
-    results, backward = jax.vjp(scan, carry, nudges)
-    return results, (backward, params, carry, inputs, results[0])
+    results = jax.lax.scan(body, carry, inputs, unroll=unroll)[1]
+    return results, (params, carry, inputs, results[0])
 
 
 def _backward(
-    step: Step, unroll: int, saved: Any, gradients: tuple[Tree, Tree]
+    steps: Recurrence, unroll: int, saved: Any, gradients: tuple[Tree, Tree]
 ) -> tuple[Tree, Tree, Tree]:
-    backward, params, carry, inputs, carries = saved
-    carry_gradient, carries_gradient = backward(gradients)
+    params, carry, inputs, carries = saved
     before = jax.tree.map(
         lambda first, rest: jnp.concatenate([first[None], rest[:-1]]), carry, carries
     )
+    slopes = steps.slopes(params, before, inputs)
+
+    def body(gradient: Tree, now: Any) -> tuple[Tree, Tree]:
+        outside, outputs, slopes = now
+        total = jax.tree.map(jnp.add, outside, gradient)
+        return steps.step_back(params, slopes, total, outputs), total
+
+    none = jax.tree.map(jnp.zeros_like, carry)
+    carry_gradient, carries_gradient = jax.lax.scan(
+        body, none, (*gradients, slopes), reverse=True, unroll=unroll
+    )
 
     def all_steps(params: Tree, inputs: Tree) -> tuple[Tree, Tree]:
-        return step(params, before, inputs)
+        return steps.step(params, before, inputs)
 
     _, pull = jax.vjp(all_steps, params, inputs)
     params_gradient, inputs_gradient = pull((carries_gradient, gradients[1]))

@@ -55,6 +55,29 @@ LOSSES = ("rew", "con", "dyn", "rep", "policy", "value", "repval")
 
 
 @dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What is quick on a kind of device. Results are the same up to rounding.
+
+    Attributes:
+      scan: steps per iteration of the loop over replayed sequences.
+      imagine: steps per iteration of the loop of imagination.
+      pooled_channels: see `make_encoder`.
+      halved_channels: see `make_decoder`.
+    """
+
+    scan: int = 1
+    imagine: int = 1
+    pooled_channels: int = 12
+    halved_channels: int = 0
+
+
+# Accelerators mostly wait for small kernels, which fewer iterations make fewer, and are
+# quicker with many channels; a cpu mostly waits for the compiler.
+ACCELERATOR = Tuning(scan=4, imagine=5, pooled_channels=64, halved_channels=12)
+CPU = Tuning()
+
+
+@dataclasses.dataclass(frozen=True)
 class AgentSettings:
     """Settings of training and acting beside the networks; names as in the config."""
 
@@ -144,7 +167,7 @@ def init(
     compute_dtype: str = "float32",
     replay_context: int = 1,
     priority: bool = False,
-    unroll: Mapping[str, int] | None = None,
+    tuning: Tuning = CPU,
     extra_losses: ExtraLosses | None = None,
 ) -> State:
     """Makes the state before the first update.
@@ -157,17 +180,15 @@ def init(
       compute_dtype: float32 or bfloat16.
       replay_context: steps of context before each sequence.
       priority: whether training returns priorities for the replay.
-      unroll: steps per iteration of the loops, `scan` over replayed sequences and
-        `imagine`. By default 1 each.
+      tuning: for the device.
       extra_losses: computes further losses; see `ExtraLosses`.
 
     Raises:
       ValueError: a space that the networks cannot take.
     """
-    loops = {"scan": 1, "imagine": 1, **(unroll or {})}
     spaces = _observations(obs_space)
     settings = _make_settings(
-        *(config, replay_context, priority, loops["imagine"], spaces, extra_losses)
+        *(config, replay_context, priority, tuning.imagine, spaces, extra_losses)
     )
     actions = named_spaces(act_space, ("reset",))
     if not actions:
@@ -181,14 +202,15 @@ def init(
     def build(name: str, part: str) -> Builder:
         return Builder.of(recipes, name, config[part], dtype)
 
-    enc, tokens = make_encoder(recipes, spaces, config["enc"]["simple"], dtype)
+    enc, tokens = make_encoder(
+        recipes, spaces, config["enc"]["simple"], dtype, tuning.pooled_channels
+    )
     model = Model(
         enc=enc,
-        dyn=make_rssm(
-            recipes, action_size(actions), tokens, rssm, dtype, loops["scan"]
-        ),
+        dyn=make_rssm(recipes, action_size(actions), tokens, rssm, dtype, tuning.scan),
         dec=make_decoder(
-            recipes, spaces, rssm["deter"], stoch, config["dec"]["simple"], dtype
+            *(recipes, spaces, rssm["deter"], stoch, config["dec"]["simple"], dtype),
+            tuning.halved_channels,
         ),
         rew=twohot_head(build("rew", "rewhead"), features, config["rewhead"]),
         con=binary_head(build("con", "conhead"), features, config["conhead"]),

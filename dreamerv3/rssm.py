@@ -80,6 +80,20 @@ class Cell:
         new = update * candidate + (1 - update) * old
         return new.reshape(deter.shape).astype(self.dtype)
 
+    def gate_slopes(self, x: Array, deter: Array) -> tuple[Array, Array]:
+        """Derivatives of `gates` by x [..., blocks, 3, D / blocks], and by deter."""
+        lead = deter.shape[:-1]
+        x = f32(x).reshape((*lead, self.blocks, 3, -1))
+        old = f32(deter).reshape((*lead, self.blocks, -1))
+        reset = jax.nn.sigmoid(x[..., 0, :])
+        candidate = jnp.tanh(reset * x[..., 1, :])
+        update = jax.nn.sigmoid(x[..., 2, :] - 1)
+        slope = update * (1 - jnp.square(candidate))
+        by_reset = slope * x[..., 1, :] * reset * (1 - reset)
+        by_update = (candidate - old) * update * (1 - update)
+        slopes = jnp.stack([by_reset, slope * reset, by_update], -2)
+        return slopes, (1 - update).reshape(deter.shape)
+
     def grouped(self, x: Array) -> Array:
         """Splits [..., S * C] to [..., S, C]."""
         return x.reshape((*x.shape[:-1], self.stoch, self.classes))
@@ -90,8 +104,7 @@ class Cell:
 
     def sample(self, logits: Array, noise: Array) -> Array:
         """Draws one-hots [..., S, C], with the gradient of their probabilities."""
-        dist = self.dist(logits)
-        return dist.straight_through(dist.sample(noise)).astype(self.dtype)
+        return self.dist(logits).straight_through(noise).astype(self.dtype)
 
 
 class RSSM(eqx.Module):

@@ -97,11 +97,15 @@ class Categorical:
         """Draws classes, int32, from Gumbel noise [..., classes]."""
         return jnp.argmax(self.logprobs + noise, -1).astype(jnp.int32)
 
-    def straight_through(self, index: Array) -> Array:
-        """One-hots of classes, with the gradient of the probabilities."""
-        probs = self.probs
-        onehot = jax.nn.one_hot(index, probs.shape[-1], dtype=probs.dtype)
-        return sg(onehot) + (probs - sg(probs))
+    def straight_through(self, noise: Array) -> Array:
+        """Draws one-hots from Gumbel noise, with the gradient of the probabilities."""
+        scores, classes = sg(self.logprobs + noise), noise.shape[-1]
+        # The first of the largest. Compilers join this to one kernel; an argmax is one
+        # of its own.
+        order = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+        best = scores == scores.max(-1, keepdims=True)
+        first = jnp.where(best, order, classes).min(-1, keepdims=True)
+        return _pass_gradient((order == first).astype(self.logprobs.dtype), self.probs)
 
     def logp(self, index: Array) -> Array:
         """Log-probability of an event."""
@@ -271,6 +275,17 @@ def squared_error(prediction: Array, target: Array, event: int) -> Array:
     """Squared error, summed over the last `event` axes."""
     error = jnp.square(f32(prediction) - sg(f32(target)))
     return error.sum(tuple(range(error.ndim - event, error.ndim)))
+
+
+@jax.custom_jvp
+def _pass_gradient(value: Array, source: Array) -> Array:
+    """Returns the value, with the gradient of the source."""
+    return value
+
+
+@_pass_gradient.defjvp
+def _pass_gradient_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return primals[0], tangents[1]
 
 
 def _least_entropy(classes: int, unimix: float) -> float:

@@ -137,9 +137,12 @@ class Norm(eqx.Module):
             return x
         if self.kind == "layer":
             x = x - x.mean(-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + NORM_EPSILON)
-        x = x * self.scale
+        x = x * self.factor(x) * self.scale
         return x if self.shift is None else x + self.shift
+
+    def factor(self, x: Array) -> Array:
+        """What brings [..., units] to the size of one, [..., 1]."""
+        return jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + NORM_EPSILON)
 
 
 class MLP(eqx.Module):

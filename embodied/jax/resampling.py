@@ -19,14 +19,8 @@ LAYOUT = ("NHWC", "HWIO", "NHWC")
 def pooled_conv(conv: Conv, x: Array) -> Array:
     """Convolves maps [..., 2H, 2W, C] and takes the largest of each 2x2 square."""
     *lead, height, width, channels = x.shape
-    x = x.reshape((-1, height // 2, 2, width // 2, 2, channels))
-    x = jnp.moveaxis(x, 2, 3).reshape((-1, height // 2, width // 2, 4 * channels))
-    pick, padding = _pick_pixels(conv.kernel.shape[0])
-    # Offsets p q, input pixels s t, output pixels a b, taps u v.
-    kernel = jnp.einsum(
-        "psau,qtbv,uvco->pqstcabo", pick, pick, conv.kernel, precision="highest"
-    )
-    kernel = kernel.reshape((*kernel.shape[:2], 4 * channels, -1))
+    x = _to_blocks(x.reshape((-1, height, width, channels)))
+    kernel, padding = _block_kernel(conv.kernel)
     x = _convolve(x, kernel, padding, conv.dtype)
     x = x.reshape((*x.shape[:-1], 4, -1))
     x = largest(*(x[..., pixel, :] for pixel in range(4)))
@@ -67,8 +61,15 @@ def _largest_backward(which: Array, gradient: Array) -> tuple[Array, ...]:
 largest.defvjp(_largest, _largest_backward)
 
 
-def doubled_conv(conv: Conv, x: Array) -> Array:
-    """Repeats the pixels of maps [..., H, W, C] to 2H and 2W, and convolves."""
+def doubled_conv(conv: Conv, x: Array, halve: bool = False) -> Array:
+    """Repeats the pixels of maps [..., H, W, C] to 2H and 2W, and convolves.
+
+    Args:
+      conv: the convolution.
+      x: maps; H and W are even if they are halved.
+      halve: compute on maps of half the size, with four times as many channels. It is
+        more arithmetic, which accelerators do sooner where channels are few.
+    """
     *lead, height, width, channels = x.shape
     x = x.reshape((-1, height, width, channels))
     pick, padding = _pick_pixels(conv.kernel.shape[0])
@@ -77,10 +78,41 @@ def doubled_conv(conv: Conv, x: Array) -> Array:
         "pau,qbv,uvco->pqcabo", pick, pick, conv.kernel, precision="highest"
     )
     kernel = kernel.reshape((*kernel.shape[:3], -1))
+    if halve:
+        x = _to_blocks(x)
+        kernel, padding = _block_kernel(kernel)
     x = _convolve(x, kernel, padding, conv.dtype)
-    x = x.reshape((-1, height, width, 2, 2, conv.bias.size))
-    x = jnp.moveaxis(x, 3, 2) + conv.bias.astype(conv.dtype)
+    if halve:
+        x = _from_blocks(x)
+    x = _from_blocks(x) + conv.bias.astype(conv.dtype)
     return x.reshape((*lead, 2 * height, 2 * width, -1))
+
+
+def _to_blocks(x: Array) -> Array:
+    """Makes the pixels of each 2x2 square channels: [N, 2H, 2W, C] to [N, H, W, 4C]."""
+    count, height, width, channels = x.shape
+    x = x.reshape((count, height // 2, 2, width // 2, 2, channels))
+    x = jnp.moveaxis(x, 2, 3)
+    return x.reshape((count, height // 2, width // 2, 4 * channels))
+
+
+def _from_blocks(x: Array) -> Array:
+    """Undoes `_to_blocks`: [N, H, W, 4C] to [N, 2H, 2W, C]."""
+    count, height, width, channels = x.shape
+    x = x.reshape((count, height, width, 2, 2, channels // 4))
+    x = jnp.moveaxis(x, 3, 2)
+    return x.reshape((count, 2 * height, 2 * width, channels // 4))
+
+
+def _block_kernel(kernel: Array) -> tuple[Array, tuple[int, int]]:
+    """Kernel [P, P, 4C, 4O] and padding that do on blocks what [K, K, C, O] does."""
+    pick, padding = _pick_pixels(kernel.shape[0])
+    # Offsets p q, input pixels s t, output pixels a b, taps u v.
+    result = jnp.einsum(
+        "psau,qtbv,uvco->pqstcabo", pick, pick, kernel, precision="highest"
+    )
+    inputs = 4 * kernel.shape[2]
+    return result.reshape((*result.shape[:2], inputs, -1)), padding
 
 
 def _convolve(x: Array, kernel: Array, padding: tuple[int, int], dtype: str) -> Array:

@@ -122,11 +122,11 @@ def fill(tree):
 
 
 @functools.cache
-def golden_state() -> model.State:
+def golden_state(tuning: model.Tuning = model.CPU) -> model.State:
     """An agent with the weights of the golden arrays."""
     state = jax.eval_shape(
         lambda key: model.init(
-            key, GOLDEN_OBS_SPACE, GOLDEN_ACT_SPACE, golden_config()
+            *(key, GOLDEN_OBS_SPACE, GOLDEN_ACT_SPACE, golden_config()), tuning=tuning
         ),
         jax.random.key(0),
     )

@@ -11,6 +11,7 @@ from agent_testing import (
     quick_jit,
 )
 
+from dreamerv3 import model
 from dreamerv3.decoder import make_decoder
 from embodied import Space
 
@@ -41,8 +42,9 @@ def states(*lead):
     return deter, stoch
 
 
-def test_outputs_equal_golden():
-    dec, inputs = golden_state().model.dec, golden_inputs()
+@pytest.mark.parametrize("tuning", [model.CPU, model.ACCELERATOR])
+def test_outputs_equal_golden(tuning):
+    dec, inputs = golden_state(tuning).model.dec, golden_inputs()
     outputs = quick_jit(dec)(inputs["deter"], inputs["stoch"])
     assert_golden(outputs["image"], "dec_image")
     assert_golden(outputs["vector"], "dec_vector_symlog")

@@ -11,6 +11,7 @@ from agent_testing import (
     quick_jit,
 )
 
+from dreamerv3 import model
 from dreamerv3.encoder import make_encoder
 from embodied import Space
 from embodied.jax.param_names import flat_params
@@ -35,8 +36,9 @@ def images(*lead, seed=0):
     return jnp.asarray(rng.integers(0, 256, (*lead, *IMAGE.shape), np.uint8))
 
 
-def test_tokens_equal_golden():
-    tokens = quick_jit(golden_state().model.enc)(golden_inputs())
+@pytest.mark.parametrize("tuning", [model.CPU, model.ACCELERATOR])
+def test_tokens_equal_golden(tuning):
+    tokens = quick_jit(golden_state(tuning).model.enc)(golden_inputs())
     assert_golden(tokens, "tokens")
 
 

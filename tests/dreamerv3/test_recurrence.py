@@ -4,19 +4,24 @@ import numpy as np
 import pytest
 from agent_testing import compute
 
-from dreamerv3.fused import recur
+from dreamerv3.fused import Recurrence, recur
 
 
-def step(params, carry, inputs):
+class Network(Recurrence):
     """A small recurrent network with an output that does not feed back."""
-    hidden = jnp.tanh(carry["h"] @ params["w"] + inputs["x"] @ params["u"])
-    new = {"h": hidden, "c": carry["c"] * inputs["keep"] + jnp.sin(hidden)}
-    return new, new["c"] @ params["v"]
+
+    def step(self, params, carry, inputs):
+        hidden = jnp.tanh(carry["h"] @ params["w"] + inputs["x"] @ params["u"])
+        new = {"h": hidden, "c": carry["c"] * inputs["keep"] + jnp.sin(hidden)}
+        return new, new["c"] @ params["v"]
+
+
+NETWORK = Network()
 
 
 def ordinary(params, carry, inputs, unroll=1):
     def body(carry, inputs):
-        carry, outputs = step(params, carry, inputs)
+        carry, outputs = NETWORK.step(params, carry, inputs)
         return carry, (carry, outputs)
 
     return jax.lax.scan(body, carry, inputs, unroll=unroll)[1]
@@ -37,7 +42,7 @@ def arguments():
 
 @pytest.mark.parametrize("unroll", [1, 3])
 def test_values_equal_those_of_a_scan(arguments, unroll):
-    result = recur(step, unroll, *arguments)
+    result = recur(NETWORK, unroll, *arguments)
     # Unrolled alike, since the compiler may round differently otherwise.
     expected = ordinary(*arguments, unroll=unroll)
     jax.tree.map(np.testing.assert_array_equal, result, expected)
@@ -58,7 +63,7 @@ def test_gradients_equal_those_of_a_scan(arguments, unroll):
         return sum(jax.tree.leaves(products))
 
     def ours(*arguments):
-        return recur(step, unroll, *arguments)
+        return recur(NETWORK, unroll, *arguments)
 
     expected, result = (
         compute(jax.grad(lambda *a, of=function: total(of, *a), (0, 1, 2)), *arguments)
@@ -88,5 +93,5 @@ def test_the_backward_loop_holds_no_gradient_of_weights(arguments):
     weights = {x.shape for x in arguments[0].values()}
     _, ordinary_backward = gradient(ordinary)
     assert weights <= set(ordinary_backward)
-    _, backward = gradient(lambda *arguments: recur(step, 1, *arguments))
+    _, backward = gradient(lambda *arguments: recur(NETWORK, 1, *arguments))
     assert not weights & set(backward)

@@ -130,10 +130,10 @@ def test_samples_have_the_mixed_probabilities():
 
 def test_straight_through_samples_are_one_hot_with_the_gradient_of_mixed_probs():
     logits, weights = draw(2, 3, 5), draw(2, 3, 5, seed=1)
-    index = np.array([[0, 4, 2], [1, 1, 3]], np.int32)
+    noise = np.random.default_rng(2).gumbel(size=(2, 3, 5)).astype(np.float32)
 
     def through(logits):
-        return Categorical.of(logits, 0.1).straight_through(index)
+        return Categorical.of(logits, 0.1).straight_through(noise)
 
     def mixed(logits):
         return 0.9 * jax.nn.softmax(logits) + 0.02
@@ -144,11 +144,17 @@ def test_straight_through_samples_are_one_hot_with_the_gradient_of_mixed_probs()
             jax.grad(lambda x, of=function: (of(x) * weights).sum())(logits)
             for function in (through, mixed)
         ]
-        return through(jnp.asarray(logits)), *gradients
+        index = Categorical.of(logits, 0.1).sample(noise)
+        return index, through(logits), *gradients
 
-    samples, grad, expected = found
+    index, samples, grad, expected = found
     np.testing.assert_array_equal(samples, np.eye(5)[index])
     np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_one_class_is_drawn_where_several_are_equally_good():
+    drawn = Categorical.of(jnp.zeros((2, 4))).straight_through(jnp.zeros((2, 4)))
+    np.testing.assert_array_equal(drawn, [[1, 0, 0, 0]] * 2)
 
 
 def test_events_of_several_variables_sum():

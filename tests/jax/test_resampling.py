@@ -36,10 +36,15 @@ def ordinary_pooled(conv, x):
     return max_pool(conv(x))
 
 
+def halved_conv(conv, x):
+    return doubled_conv(conv, x, halve=True)
+
+
 CASES = [
     (pooled_conv, plain_pooled),
     (ordinary_pooled, plain_pooled),
     (doubled_conv, plain_doubled),
+    (halved_conv, plain_doubled),
 ]
 
 
