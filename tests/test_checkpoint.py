@@ -80,7 +80,7 @@ def checkpoint(tmp_path):
 
 
 class TestTrees:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(trees())
     def test_random_trees_come_back_the_same(self, tree):
         with tempfile.TemporaryDirectory() as root:

@@ -24,11 +24,27 @@ README = (ROOT / "README.md").read_text()
 FIRST_PAGE = README[: README.index("\n## Train\n")]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
+# A run that is quick to compile, by the command and by the call: both compile the same
+# program, so that the second finds it in the cache.
+TINY = {
+    # Steps wait for updates, and so for the compiler, before there are enough.
+    "run.steps": 120,
+    "run.train_ratio": 8,
+    "run.stop_timeout": 300,
+    "run.envs": 1,
+    "batch_size": 4,
+    "batch_length": 4,
+    "report_length": 4,
+    "agent.imag_length": 2,
+    "agent.imag_last": 2,
+    ".*layers": 1,
+}
 # Flags that make a command of the first page small, by how it begins.
 SMALL = {
     "dreamerv3 --help": "",
-    "dreamerv3 --configs demo": "--run.steps 300 --run.train_ratio 4 --batch_size 4 "
-    "--run.envs 2 --agent.imag_length 3",
+    "dreamerv3 --configs demo": shlex.join(
+        part for key, value in TINY.items() for part in (f"--{key}", str(value))
+    ),
     "dreamerv3 --script eval_only": "--run.eval_eps 2 --run.envs 2",
     "dreamerv3 --script plot": "",
     "dreamerv3 --task my_env:MyEnv": "",
@@ -40,7 +56,7 @@ ELSEWHERE = {
     "make test": "the Makefile runs this test",
     "pip install .": "`make wheel`",
 }
-SMALL_CALL = 'steps=100, configs=["debug"], envs=2, eval_envs=0, report_every=0'
+SMALL_CALL = f'steps={TINY["run.steps"]}, configs=["demo"], **{TINY}'
 VIEW = {"dreamerv3.view.web_server"}  # Modules that need the extra `view`.
 SUITES_WITHOUT_PACKAGES = {"deepmind_lab", "minerl", "procgen"}
 

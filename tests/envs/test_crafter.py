@@ -60,7 +60,7 @@ def test_achievements_are_logged_and_rewarded():
     assert all(obs[name] == 0 for name in names)
     counts = dict.fromkeys(names, 0.0)
     rewards = []
-    for obs in play(env, 300)[1:]:
+    for obs in play(env, 100)[1:]:
         if obs["is_last"]:
             break
         unlocked = [name for name in names if obs[name] and not counts[name]]
@@ -71,8 +71,8 @@ def test_achievements_are_logged_and_rewarded():
 
 
 def test_without_reward_only_the_log_has_it():
-    rewarded = rollout("crafter_reward", 60, logs=True)
-    without = rollout("crafter_noreward", 60, logs=True)
+    rewarded = rollout("crafter_reward", 45, logs=True)
+    without = rollout("crafter_noreward", 45, logs=True)
     assert any(obs["reward"] for obs in rewarded)
     assert not any(obs["reward"] for obs in without)
     assert [obs["log/reward"] for obs in without] == [obs["reward"] for obs in rewarded]

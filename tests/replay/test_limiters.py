@@ -161,7 +161,7 @@ def test_a_third_is_a_third():
 
 
 @given(run=settings_of_a_run(), choices=st.lists(st.integers(0, 5), max_size=300))
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_whoever_comes_one_side_may_go_on_and_the_bounds_hold(run, choices):
     limiter = make_limiter(run)
     stored = 0

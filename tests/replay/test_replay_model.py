@@ -215,7 +215,7 @@ class Run:
 
 @pytest.mark.parametrize(
     "examples",
-    [20, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    [10, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
 )
 @pytest.mark.parametrize("kind", SELECTORS)
 def test_replay_equals_a_list_of_steps(memory_folder, kind, examples):

@@ -133,7 +133,7 @@ class Trial:
 
 @every_selector
 @given(operations=OPERATIONS)
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_only_slots_are_drawn_that_a_slow_model_allows(name, operations):
     Trial(name).run(operations)
 
@@ -148,7 +148,7 @@ def test_only_slots_are_drawn_that_a_slow_model_allows_long(name, operations):
 
 @every_selector
 @given(before=OPERATIONS, after=OPERATIONS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_a_restored_selector_goes_on_with_the_same_samples(name, before, after):
     trial = Trial(name)
     trial.run(before)

@@ -14,7 +14,7 @@ from embodied.replay.slots import InsertionOrder, SlotSet, SumTree
     branching=st.integers(2, 20),
     exact=st.booleans(),
 )
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_a_sum_tree_agrees_with_running_sums(rounds, branching, exact):
     tree = SumTree(branching, np.uint8 if exact else np.float64)
     numbers = np.zeros(0)
@@ -70,7 +70,7 @@ def test_the_sums_depend_on_the_numbers_only_and_not_on_how_they_came():
 
 
 @given(rounds=st.lists(st.integers(0, 2**32 - 1), max_size=12))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_an_order_and_a_set_agree_with_lists(rounds):
     order, members, model = InsertionOrder(), SlotSet(), []
     for seed in rounds:

@@ -101,6 +101,16 @@ def rpc(request, keys):
         logging.getLogger("embodied.rpc").setLevel(logging.NOTSET)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Leaves one combination to the long rounds, as either half is in another."""
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        found = params.get("rpc"), params.get("make_server")
+        if found == ("insecure", "BatchServer"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(params=["Server", "BatchServer"])
 def make_server(request, rpc):
     """Makes a server of either kind: plain methods work alike in both."""

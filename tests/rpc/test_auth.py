@@ -11,7 +11,15 @@ import time
 
 import pytest
 
-from embodied.rpc import AuthError, Client, Disconnected, Keys, Server, free_port
+from embodied.rpc import (
+    AuthError,
+    Client,
+    Disconnected,
+    Keys,
+    Server,
+    free_port,
+    zmq_links,
+)
 
 
 def echo_server(port, **kwargs):
@@ -127,7 +135,8 @@ def test_a_client_whose_key_is_not_allowed_is_told_so():
             assert client.echo(3).result(10) == 3
 
 
-def test_a_client_that_expects_another_server_is_told_so():
+def test_a_client_that_expects_another_server_is_told_so(monkeypatch):
+    monkeypatch.setattr(zmq_links, "FAILED_SECONDS", 0.5)
     port = free_port()
     with echo_server(port, keys=Keys.generate()):
         with Client(port, keys=Keys.generate()) as client:

@@ -108,7 +108,12 @@ class TestData:
         for value, array in enumerate(kept):
             assert (array == value).all()
 
-    def test_what_cannot_be_sent_is_refused_in_the_call(self, client):
+    def test_what_cannot_be_sent_is_refused_in_the_call(self, rpc, make_server):
+        server = make_server()
+        server.bind("echo", echo)
+        server.start(block=False)
+        client = rpc.client(server, maxinflight=2)
+        client.connect(WAIT)
         bad = {
             "objects": np.array([object()], dtype=object),
             "records": np.zeros(2, [("a", "i4")]),

@@ -183,7 +183,7 @@ class TestClosing:
         with pytest.raises(Disconnected):
             client.connect(WAIT)
 
-    @pytest.mark.parametrize("rounds", [5, pytest.param(300, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("rounds", [2, pytest.param(300, marks=pytest.mark.slow)])
     def test_a_closing_server_answers_what_is_running(self, rpc, rounds):
         for _ in range(rounds):
             running, gate = threading.Event(), threading.Event()
@@ -259,7 +259,7 @@ class TestReconnecting:
         server = serve(rpc, echo=echo)
         proxy.target = server.addr
         client = rpc.client(proxy.addr, **any_link(rpc))
-        for x in range(5):
+        for x in range(3):
             assert client.echo(f"{x}").result(WAIT) == f"{x}"
             proxy.cut()
             wait_for(lambda: client.stats()["reconnects"])
@@ -382,7 +382,9 @@ class TestSessions:
         assert "a callback of ours" in caplog.text
 
     def test_a_client_that_is_not_let_in_yet_asks_again(self, rpc):
-        answers = iter([False, False])
+        # Links of one library share the code that asks, so one of them asks twice.
+        often = 2 if rpc.name in ("local", "portal") else 1
+        answers = iter([False] * often)
         server = rpc.server()
         server.bind("echo", echo)
         server.sessions.admit = lambda session: next(answers, True)

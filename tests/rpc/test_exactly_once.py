@@ -149,7 +149,7 @@ def link(request):
     return request.param
 
 
-@pytest.mark.parametrize("cuts", [50, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cuts", [25, pytest.param(1000, marks=pytest.mark.slow)])
 def test_calls_survive_cut_connections(cuts, link):
     applied: Counter = Counter()
     rows: Counter = Counter()
@@ -217,7 +217,7 @@ def test_calls_survive_cut_connections(cuts, link):
     assert len(applied) == sent[0]
 
 
-@pytest.mark.parametrize("restarts", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("restarts", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_calls_to_restarted_servers_are_answered_or_fail(restarts, link):
     """No call is applied twice, and whoever asks again gets through."""
     port, keys = free_port(), Keys.generate()
@@ -274,7 +274,9 @@ def test_calls_to_restarted_servers_are_answered_or_fail(restarts, link):
     assert len(answered) > restarts and not answered & failed
 
 
-def test_a_call_that_a_restarted_server_never_got_is_sent_to_it(link):
+def test_a_call_that_a_restarted_server_never_got_is_sent_to_it(link, monkeypatch):
+    # Nobody listens between calls, so a loss is seen at the next heartbeat.
+    monkeypatch.setattr("embodied.rpc.server.HEARTBEAT", 0.1)
     port, keys = free_port(), Keys.generate()
     with Client(port, keys=keys, link=link) as client:
         early = client.echo("early")

@@ -6,7 +6,7 @@ import time
 
 from embodied import rpc, workers
 
-FROZEN = 3.0  # Seconds; clients count as gone after one.
+FROZEN = 2.0  # Seconds; clients count as gone after one.
 
 
 def serve(port):

@@ -19,7 +19,7 @@ from embodied.rpc import BatchServer, Client, Disconnected, Keys, free_port
 from embodied.workers import Process
 
 KEYS = Keys.generate()
-ROUNDS = [2, pytest.param(50, marks=pytest.mark.slow)]
+ROUNDS = [1, pytest.param(50, marks=pytest.mark.slow)]
 
 
 def wait_for(condition, seconds=15):
@@ -138,7 +138,7 @@ threading.Event().wait()
 """
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", ROUNDS)
 def test_a_killed_parent_takes_servers_and_clients_along(rounds):
     rng = random.Random(rounds)
     script = PARENT.format(tests=os.path.dirname(__file__))

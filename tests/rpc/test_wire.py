@@ -43,7 +43,7 @@ def test_rows_out_of_range(rows):
 
 
 class TestBadFrames:
-    @settings(max_examples=300)
+    @settings(max_examples=100)
     @given(st.data())
     def test_changed_bytes(self, data):
         """Mutations raise WireError or decode to something, and allocate little."""

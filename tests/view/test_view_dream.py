@@ -101,7 +101,9 @@ def at(driver):
 
 
 @needs_browser
-@pytest.mark.parametrize("state", ["ended", "live"])
+@pytest.mark.parametrize(
+    "state", [pytest.param("ended", marks=pytest.mark.slow), "live"]
+)
 def test_the_dream_answers_to_keys(chromium, address, identity, dreamer, state):
     live = LiveFile(dreamer, lambda: {"step": 200}, every=0.2)
     with live if state == "live" else contextlib.nullcontext():

@@ -20,10 +20,10 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECONDS = 60
 SHOTS = os.environ.get("VIEW_SCREENSHOTS")  # A folder, to keep pictures of pages.
-# A run that starts at once, without JAX.
+# A run that starts at once, without JAX, and leaves the processors to the view.
 QUICK = (
     *("--configs", "debug", "--random_agent", "True", "--script", "parallel"),
-    *("--task", "grid_reach", "--run.envs", "3", "--run.eval_envs", "0"),
+    *("--task", "calm_env:Reach", "--run.envs", "3", "--run.eval_envs", "0"),
     *("--run.log_every", "1", "--logger.outputs", "jsonl", "tensorboard"),
     *("--run.train_ratio", "0.1"),
 )

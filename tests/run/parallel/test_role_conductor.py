@@ -201,8 +201,10 @@ def test_a_run_that_does_not_fit_is_told_apart_from_a_failure(tmp_path, monkeypa
     def refuse(self, data, regex=None):
         raise ValueError("Other shapes: kernel.")
 
-    make_conductor(tmp_path)[0].save(trained=0)
-    wait_until(Checkpoint(tmp_path).exists)
+    conductor = make_conductor(tmp_path)[0]
+    conductor.save(trained=0)
+    assert conductor.wait()
+    wait_until(lambda: not saving_threads())  # They would log in the next test.
     monkeypatch.setattr(CountingAgent, "load", refuse)
     words = "holds a run with other settings. Other shapes: kernel. .*another --logdir"
     with pytest.raises(CheckpointError, match=words):

@@ -232,6 +232,7 @@ def act_for_ever(addr, keys):
 
 def test_a_killed_worker_on_another_machine(monkeypatch):
     monkeypatch.setattr("embodied.rpc.server.CLIENT_TIMEOUT", 2.5)
+    monkeypatch.setattr("embodied.rpc.server.HEARTBEAT", 0.5)
     with Serving() as serving:
         process = Process(act_for_ever, serving.server.addr, KEYS, start=True)
         wait_until(lambda: serving.actor.stats()["parallel/envs"] == 1)
@@ -242,7 +243,7 @@ def test_a_killed_worker_on_another_machine(monkeypatch):
             client.connect(WAIT)
             assert serving.freed == [0]  # At once.
             assert act(client, 0) == 1
-            end, count = time.monotonic() + 6.0, 1
+            end, count = time.monotonic() + 4.0, 1
             while time.monotonic() < end:  # Its session would have ended meanwhile.
                 count += 1
                 assert act(client, 0) == count

@@ -255,7 +255,7 @@ class TestSave:
 
         with Background(insert):
             wait_until(lambda: role.limiter.begun)
-            every = [saves.parts(role) for _ in range(10)]
+            every = [saves.parts(role) for _ in range(4)]
             over.set()
         totals = [parts["replay"]["counters"]["inserts"] for parts in every]
         counted = [parts[LIMITER]["inserts"] for parts in every]
