@@ -68,7 +68,7 @@ def record_events(logdir: str | os.PathLike[str]) -> Iterator[None]:
         return
     recorder = _Recorder(Path(logdir, EVENTS))
     # Else events would be printed, as messages are.
-    before = _events.level, _events.propagate
+    level, propagate = _events.level, _events.propagate
     _events.setLevel(logging.INFO)
     _events.propagate = False
     for logger in loggers:
@@ -78,7 +78,8 @@ def record_events(logdir: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(recorder)
-        _events.level, _events.propagate = before
+        _events.setLevel(level)  # An assignment would leave what is cached of it.
+        _events.propagate = propagate
         recorder.close()
 
 

@@ -106,6 +106,14 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch):
         hung.set()
 
 
+def test_after_recording_events_are_as_little_to_log_as_before(tmp_path):
+    logger = logging.getLogger("embodied.events")
+    before = logger.isEnabledFor(logging.INFO)
+    with record_events(tmp_path):
+        assert logger.isEnabledFor(logging.INFO)
+    assert logger.isEnabledFor(logging.INFO) == before
+
+
 def test_events_and_warnings_are_recorded_and_not_printed(tmp_path, capsys):
     with record_events(tmp_path), record_events(tmp_path):
         note_event(live.SAVE, "Saved step 3.", step=3)
