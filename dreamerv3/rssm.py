@@ -71,28 +71,27 @@ class Cell:
 
     def gates(self, x: Array, deter: Array) -> Array:
         """The GRU's update of deter [..., D] from [..., 3 D], in float32."""
-        lead = deter.shape[:-1]
-        x = f32(x).reshape((*lead, self.blocks, 3, -1))
-        old = f32(deter).reshape((*lead, self.blocks, -1))
-        reset = jax.nn.sigmoid(x[..., 0, :])
-        candidate = jnp.tanh(reset * x[..., 1, :])
-        update = jax.nn.sigmoid(x[..., 2, :] - 1)
+        old, _, _, candidate, update = self._gate_values(x, deter)
         new = update * candidate + (1 - update) * old
         return new.reshape(deter.shape).astype(self.dtype)
 
     def gate_slopes(self, x: Array, deter: Array) -> tuple[Array, Array]:
         """Derivatives of `gates` by x [..., blocks, 3, D / blocks], and by deter."""
-        lead = deter.shape[:-1]
-        x = f32(x).reshape((*lead, self.blocks, 3, -1))
-        old = f32(deter).reshape((*lead, self.blocks, -1))
-        reset = jax.nn.sigmoid(x[..., 0, :])
-        candidate = jnp.tanh(reset * x[..., 1, :])
-        update = jax.nn.sigmoid(x[..., 2, :] - 1)
+        old, reset, inner, candidate, update = self._gate_values(x, deter)
         slope = update * (1 - jnp.square(candidate))
-        by_reset = slope * x[..., 1, :] * reset * (1 - reset)
+        by_reset = slope * inner * reset * (1 - reset)
         by_update = (candidate - old) * update * (1 - update)
         slopes = jnp.stack([by_reset, slope * reset, by_update], -2)
         return slopes, (1 - update).reshape(deter.shape)
+
+    def _gate_values(self, x: Array, deter: Array) -> tuple[Array, ...]:
+        """Old deter, reset, input of the candidate, candidate and update, by block."""
+        lead = deter.shape[:-1]
+        x = f32(x).reshape((*lead, self.blocks, 3, -1))
+        old = f32(deter).reshape((*lead, self.blocks, -1))
+        reset, inner = jax.nn.sigmoid(x[..., 0, :]), x[..., 1, :]
+        update = jax.nn.sigmoid(x[..., 2, :] - 1)
+        return old, reset, inner, jnp.tanh(reset * inner), update
 
     def grouped(self, x: Array) -> Array:
         """Splits [..., S * C] to [..., S, C]."""

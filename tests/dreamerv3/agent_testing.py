@@ -72,8 +72,6 @@ def golden_config(unimix: float = 0.0):
 QUICK: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):  # Later versions may not know it, which they refuse.
     QUICK["xla_cpu_use_fusion_emitters"] = False
-# The same for programs, in the environment.
-QUICK_FLAGS = " ".join(f"--{key}={str(value).lower()}" for key, value in QUICK.items())
 
 
 def quick_jit(function, **options):

@@ -13,7 +13,6 @@ from dreamerv3.export import DTYPES, export, main
 from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.run.saving import read_agent
 
-pytestmark = pytest.mark.usefixtures("quick_policies")
 KEPT = Path(__file__).parents[2] / "docs/results/boxing_policy"
 
 

@@ -27,7 +27,6 @@ from dreamerv3.policies.spaces import spaces_from_tree, spaces_to_tree
 from embodied import Space, wrappers
 from embodied.checkpoint import CheckpointError
 
-pytestmark = pytest.mark.usefixtures("quick_policies")
 EXAMPLE = Path(__file__).parents[2] / "examples/inference.py"
 DISCRETE = gymnasium.spaces.Discrete(4)
 ACT_SPACE = {k: v for k, v in testing.ACT_SPACE.items() if k != "reset"}

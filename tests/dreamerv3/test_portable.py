@@ -23,7 +23,6 @@ from dreamerv3.cli.logdir import prepare_logdir
 from dreamerv3.policies import portable
 from embodied.checkpoint import Checkpoint, CheckpointError
 
-pytestmark = pytest.mark.usefixtures("quick_policies")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "onnx_policy.py"
 STEPS = 6
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from agent_testing import QUICK_FLAGS
 
 import dreamerv3
 from dreamerv3.cli.config import read_config
@@ -24,13 +22,10 @@ def run_script(script, logdir):
         check=True,
         timeout=280,
         capture_output=True,
-        # Quick to compile, slow to run, of which there is little.
-        env={**os.environ, "XLA_FLAGS": QUICK_FLAGS},
     )
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("quick_policies")
 @pytest.mark.parametrize(
     "script", [pytest.param("train", marks=pytest.mark.slow), "parallel"]
 )
