@@ -18,13 +18,16 @@ STOPPING = "Interrupted: stopping. Ctrl-C again leaves now."
 ERASE_LINE = "\r\x1b[K"  # Control codes for a terminal.
 
 _STDOUT = 1
+_USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 @contextlib.contextmanager
 def stop_on_signals(note: str = "") -> Iterator[threading.Event]:
     """Turns the first Ctrl-C or SIGTERM into an event; the second acts as usual.
 
-    Only the main thread of a process can do so; elsewhere signals are left alone.
+    So it does where signals were ignored before, as shells have it for what they run
+    in the background of a script. Only the main thread of a process can do so;
+    elsewhere signals are left alone.
 
     Args:
       note: printed at once when the first one comes.
@@ -33,17 +36,13 @@ def stop_on_signals(note: str = "") -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    previous = {
-        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    previous = {number: signal.getsignal(number) for number in _USUAL}
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.set()
-        restore()
+        for each, handler in previous.items():
+            ignored = handler == signal.SIG_IGN
+            signal.signal(each, _USUAL[each] if ignored else handler)
         if note:
             # Not `print`, which the signal may have interrupted; on a line of its own,
             # since terminals show ^C on this one.
@@ -55,7 +54,8 @@ def stop_on_signals(note: str = "") -> Iterator[threading.Event]:
     try:
         yield stop
     finally:
-        restore()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class _Printer(logging.Handler):

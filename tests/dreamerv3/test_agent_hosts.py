@@ -13,6 +13,7 @@ FLAGS = (
     *("--agent.opt.lr", "1e-3", "--agent.opt.warmup", "1"),
     *("--agent.slowvalue.rate", "0.5"),
 )
+PREDICTED = {f"metrics:{name}" for name in ("rew", "val", "slowval", "tar", "adv")}
 
 HOST = f"""
 import sys
@@ -46,7 +47,9 @@ def test_two_processes_equal_one(tmp_path):
         assert moved > (0 if name.startswith("retnorm/") else 1e-4), name
     for key, value in single.items():
         rows = np.split(value, HOSTS) if key.startswith("replay:") else [value] * HOSTS
+        # Predicted values are small differences of products with bins up to 5e8.
+        atol = 1e-4 if key in PREDICTED else 1e-6
         for arrays, expected in zip(found, rows):
             np.testing.assert_allclose(
-                arrays[key], expected, rtol=1e-5, atol=1e-6, err_msg=key
+                arrays[key], expected, rtol=1e-5, atol=atol, err_msg=key
             )

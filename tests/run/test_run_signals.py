@@ -109,6 +109,19 @@ class TestStopOnSignals:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(10)
 
+    def test_the_second_acts_as_usual_where_a_shell_has_it_ignored(self):
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with stop_on_signals() as stop:
+                os.kill(os.getpid(), signal.SIGINT)
+                assert stop.wait(10)
+                with pytest.raises(KeyboardInterrupt):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(10)
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     def test_the_note_is_printed_at_once(self, capfd):
         with stop_on_signals("saving") as stop:
             os.kill(os.getpid(), signal.SIGTERM)
