@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 # Notes that the process that a person has started prints at once.
 SAVING = "Interrupted: saving, then leaving. Ctrl-C again leaves now."
@@ -18,7 +19,10 @@ STOPPING = "Interrupted: stopping. Ctrl-C again leaves now."
 ERASE_LINE = "\r\x1b[K"  # Control codes for a terminal.
 
 _STDOUT = 1
-_USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_USUAL: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+}
 
 
 @contextlib.contextmanager
