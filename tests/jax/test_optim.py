@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from embodied.jax.optim import Optimizer, clip_adaptively
+from embodied.jax.optim import SMALL_TENSOR, Optimizer, clip_adaptively, tensor_norms
 
 
 @pytest.fixture(autouse=True)
@@ -88,13 +88,36 @@ def test_first_update_is_zero_and_counts():
 
 
 def test_clipping_bounds_the_norm_relative_to_the_weights():
-    weight = jnp.array([[3.0, 4.0]])
-    large, small = jnp.array([[30.0, 40.0]]), jnp.array([[0.3, 0.4]])
-    np.testing.assert_allclose(clip_adaptively(large, weight, 0.3), [[0.9, 1.2]], 1e-6)
-    np.testing.assert_array_equal(clip_adaptively(small, weight, 0.3), small)
+    weights = {"a": jnp.array([[3.0, 4.0]]), "b": jnp.array([3.0, 4.0, 0.0])}
+    weights["new"] = jnp.zeros(2)
+    grads = {"a": jnp.array([[30.0, 40.0]]), "b": jnp.array([0.0, 0.3, 0.4])}
+    grads["new"] = jnp.array([30.0, 40.0])
+    clipped = clip_adaptively(grads, tensor_norms(grads), tensor_norms(weights), 0.3)
+    np.testing.assert_allclose(clipped["a"], [[0.9, 1.2]], 1e-6)
+    np.testing.assert_array_equal(clipped["b"], grads["b"])
     # Weights of zero may still move.
-    moved = clip_adaptively(large, jnp.zeros_like(weight), 0.3)
-    np.testing.assert_allclose(jnp.linalg.norm(moved), 0.3e-3, rtol=1e-5)
+    np.testing.assert_allclose(jnp.linalg.norm(clipped["new"]), 0.3e-3, rtol=1e-5)
+
+
+def test_norms_are_those_of_each_tensor():
+    rng = np.random.default_rng(0)
+    shapes = [(), (1,), (3, 0), (SMALL_TENSOR - 1,), (SMALL_TENSOR,), (70, 80)]
+    shapes += [(int(size),) for size in rng.integers(1, 50, 75)]
+    order = rng.permutation(len(shapes))
+    tree = {str(i): rng.normal(size=shapes[i]).astype(np.float32) for i in order}
+    norms = tensor_norms(jax.tree.map(jnp.asarray, tree))
+    assert norms.keys() == tree.keys()
+    for name, value in tree.items():
+        assert norms[name].shape == ()
+        expected = np.linalg.norm(value.astype(np.float64).ravel())
+        np.testing.assert_allclose(norms[name], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [5, SMALL_TENSOR])
+def test_norms_show_what_is_not_finite(size):
+    tree = {"a": jnp.ones(3), "b": jnp.ones(size).at[1].set(jnp.nan), "c": jnp.ones(7)}
+    norms = tensor_norms(tree)
+    assert [bool(jnp.isfinite(norms[name])) for name in "abc"] == [True, False, True]
 
 
 def test_zero_turns_clipping_off():
