@@ -22,8 +22,7 @@ def pooled_conv(conv: Conv, x: Array) -> Array:
     x = _to_blocks(x.reshape((-1, height, width, channels)))
     kernel, padding = _block_kernel(conv.kernel)
     x = _convolve(x, kernel, padding, conv.dtype)
-    x = x.reshape((*x.shape[:-1], 4, -1))
-    x = largest(*(x[..., pixel, :] for pixel in range(4)))
+    x = largest(x.reshape((*x.shape[:-1], 4, -1)))
     x = x + conv.bias.astype(conv.dtype)
     return x.reshape((*lead, *x.shape[1:]))
 
@@ -32,20 +31,23 @@ def max_pool(x: Array) -> Array:
     """Halves maps [..., 2H, 2W, C] to the largest value of each 2x2 square."""
     *lead, height, width, channels = x.shape
     x = x.reshape((*lead, height // 2, 2, width // 2, 2, channels))
-    return largest(*(x[..., a, :, b, :] for a in range(2) for b in range(2)))
+    x = jnp.moveaxis(x, -4, -3)
+    return largest(x.reshape((*lead, height // 2, width // 2, 4, channels)))
 
 
 @jax.custom_vjp
-def largest(a: Array, b: Array, c: Array, d: Array) -> Array:
-    """The largest of four values; the gradient goes to the first one that is it.
+def largest(x: Array) -> Array:
+    """The largest of four values, [..., 4, C] to [..., C].
 
-    The backward pass needs one byte a result. The ordinary gradient, of a maximum or
-    of a window reduction, reads all values again, or keeps a mask for each of them.
+    The gradient goes to the first one that is it. The backward pass needs one byte a
+    result. The ordinary gradient, of a maximum or of a window reduction, reads all
+    values again, or keeps a mask for each of them.
     """
-    return _largest(a, b, c, d)[0]
+    return _largest(x)[0]
 
 
-def _largest(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, Array]:
+def _largest(x: Array) -> tuple[Array, Array]:
+    a, b, c, d = (x[..., index, :] for index in range(4))
     left, right = jnp.maximum(a, b), jnp.maximum(c, d)
     which = jnp.where(
         right > left, jnp.where(d > c, 3, 2), jnp.where(b > a, 1, 0)
@@ -53,9 +55,12 @@ def _largest(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, Array]:
     return jnp.maximum(left, right), which
 
 
-def _largest_backward(which: Array, gradient: Array) -> tuple[Array, ...]:
-    zero = jnp.zeros_like(gradient)
-    return tuple(jnp.where(which == index, gradient, zero) for index in range(4))
+def _largest_backward(which: Array, gradient: Array) -> tuple[Array]:
+    # All four at once: the sum of four padded arrays takes three times as long.
+    order = jnp.arange(4, dtype=jnp.uint8)[:, None]
+    zero = jnp.zeros((), gradient.dtype)
+    chosen = which[..., None, :] == order
+    return (jnp.where(chosen, gradient[..., None, :], zero),)
 
 
 largest.defvjp(_largest, _largest_backward)
@@ -82,9 +87,11 @@ def doubled_conv(conv: Conv, x: Array, halve: bool = False) -> Array:
         x = _to_blocks(x)
         kernel, padding = _block_kernel(kernel)
     x = _convolve(x, kernel, padding, conv.dtype)
+    # Here, where it is one number for each channel of the convolution.
+    x = x + jnp.tile(conv.bias.astype(conv.dtype), x.shape[-1] // conv.bias.size)
     if halve:
         x = _from_blocks(x)
-    x = _from_blocks(x) + conv.bias.astype(conv.dtype)
+    x = _from_blocks(x)
     return x.reshape((*lead, 2 * height, 2 * width, -1))
 
 
