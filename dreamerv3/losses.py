@@ -133,8 +133,9 @@ def value_loss(
     Returns:
       [B, T] float32.
     """
-    loss = value.loss(sg(target)) + slowreg * value.loss(sg(slow))
-    return sg(f32(weight)) * loss
+    # One cross-entropy to both, which goes through the bins once.
+    both = value.twohot(target) + slowreg * value.twohot(slow)
+    return sg(f32(weight)) * value.cross_entropy(both)
 
 
 def imag_loss(

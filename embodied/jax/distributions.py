@@ -95,17 +95,15 @@ class Categorical:
 
     def sample(self, noise: Array) -> Array:
         """Draws classes, int32, from Gumbel noise [..., classes]."""
-        return jnp.argmax(self.logprobs + noise, -1).astype(jnp.int32)
+        # Were all of them not a number, it would still be a class.
+        return jnp.minimum(_first_largest(self.logprobs + noise), noise.shape[-1] - 1)
 
     def straight_through(self, noise: Array) -> Array:
         """Draws one-hots from Gumbel noise, with the gradient of the probabilities."""
-        scores, classes = sg(self.logprobs + noise), noise.shape[-1]
-        # The first of the largest. Compilers join this to one kernel; an argmax is one
-        # of its own.
-        order = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-        best = scores == scores.max(-1, keepdims=True)
-        first = jnp.where(best, order, classes).min(-1, keepdims=True)
-        return _pass_gradient((order == first).astype(self.logprobs.dtype), self.probs)
+        chosen = _first_largest(sg(self.logprobs + noise))[..., None]
+        # A choice of numbers is a part of the same kernel, a cast is not.
+        onehot = jnp.where(_order(noise) == chosen, 1.0, 0.0)
+        return _pass_gradient(onehot.astype(self.logprobs.dtype), self.probs)
 
     def logp(self, index: Array) -> Array:
         """Log-probability of an event."""
@@ -235,7 +233,15 @@ class TwoHot:
         return weighted[..., middle] + (below + above).sum(-1)
 
     def loss(self, target: Array) -> Array:
-        """Cross-entropy to the two bins around a raw value [...].
+        """Cross-entropy to the two bins around a raw value [...]."""
+        return self.cross_entropy(self.twohot(target))
+
+    def cross_entropy(self, weights: Array) -> Array:
+        """Cross-entropy to weights of all bins [..., bins]."""
+        return -(sg(weights) * jax.nn.log_softmax(f32(self.logits))).sum(-1)
+
+    def twohot(self, target: Array) -> Array:
+        """Weights [..., bins] of the two bins around a raw value [...].
 
         Each of the two has the weight of the distance to the other. Targets outside
         the bins are clipped to the last bin.
@@ -253,11 +259,10 @@ class TwoHot:
         to_above = jnp.where(same, 1, jnp.abs(bins[above] - target))
         total = to_below + to_above
         dtype = logits.dtype
-        weights = (
+        return (
             jax.nn.one_hot(below, count, dtype=dtype) * (to_above / total)[..., None]
             + jax.nn.one_hot(above, count, dtype=dtype) * (to_below / total)[..., None]
         )
-        return -(sg(weights) * jax.nn.log_softmax(logits)).sum(-1)
 
     def _bins(self, logits: Array) -> Array:
         return jnp.asarray(twohot_bins(logits.shape[-1]), logits.dtype)
@@ -286,6 +291,20 @@ def _pass_gradient(value: Array, source: Array) -> Array:
 @_pass_gradient.defjvp
 def _pass_gradient_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     return primals[0], tangents[1]
+
+
+def _first_largest(scores: Array) -> Array:
+    """Index of the first of the largest, int32; the number of all if there is none.
+
+    Compilers join this to one kernel with what is around it; an argmax is one of its
+    own.
+    """
+    best = scores == scores.max(-1, keepdims=True)
+    return jnp.where(best, _order(scores), scores.shape[-1]).min(-1)
+
+
+def _order(x: Array) -> Array:
+    return jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
 
 
 def _least_entropy(classes: int, unimix: float) -> float:

@@ -128,6 +128,11 @@ def test_samples_have_the_mixed_probabilities():
     np.testing.assert_allclose(counts, probs, atol=0.01)
 
 
+def test_the_first_of_the_largest_is_drawn_and_always_a_class():
+    logits = jnp.array([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, 2.0, 2.0], [jnp.nan] * 4])
+    assert Categorical(logits).sample(jnp.zeros(logits.shape)).tolist() == [1, 0, 3]
+
+
 def test_straight_through_samples_are_one_hot_with_the_gradient_of_mixed_probs():
     logits, weights = draw(2, 3, 5), draw(2, 3, 5, seed=1)
     noise = np.random.default_rng(2).gumbel(size=(2, 3, 5)).astype(np.float32)
