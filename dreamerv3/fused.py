@@ -17,13 +17,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dreamerv3.rssm import RSSM, Cell, Latent, flat, squash_action, time_first
-from embodied.jax.nets import ACTIVATIONS, Array, Norm, Tree, block_matmul, f32
+from embodied.jax.nets import (
+    ACTIVATIONS,
+    Array,
+    Norm,
+    Tree,
+    block_matmul,
+    f32,
+    rms_factor,
+)
 
 
 def observe(
@@ -212,29 +222,44 @@ class FusedCell(Recurrence):
         cell, core, keep = self.cell, weights["core"], inputs["keep"]
         slopes: dict[str, Any] = {"keep": keep}
 
-        def activate(parts: Tree, name: str, x: Array) -> Array:
-            slopes[name] = Slope.of(parts[f"{name}norm"], x, cell.act)
+        def activate(
+            parts: Tree, name: str, x: Array, read: Callable[[Array], Array]
+        ) -> Array:
+            norm = parts[f"{name}norm"]
+            slopes[name] = Slope.of(norm, x, cell.act, lambda x: read(cell.cast(x)))
             return cell.activate(parts, name, x)
 
+        def shared(index: int) -> Callable[[Array], Array]:
+            start = cell.deter // cell.blocks + index * cell.hidden
+            kernel = core["block"][:, start : start + cell.hidden]
+            return lambda x: jnp.einsum("...i,gio->...go", x, kernel).reshape(
+                (*x.shape[:-1], -1)
+            )
+
         deter = before["deter"] * keep
-        x0 = activate(core, "dynin0", before["dynin0"] * keep + core["bias0"])
+        product = before["dynin0"] * keep
+        x0 = activate(core, "dynin0", product + core["bias0"], shared(0))
         product = before["stoch"] @ weights["stoch"] * keep
-        x1 = activate(core, "dynin1", product + core["bias1"])
-        x = block_matmul(cell.per_block(deter, [x0, x1]), core["block"])
-        x = activate(core, "dynhid0", x + inputs["action"])
-        for index in range(1, cell.dynlayers):
-            x = activate(core, f"dynhid{index}", core[f"dynhid{index}"](x))
-        gates = core["dyngru"](x)
+        x1 = activate(core, "dynin1", product + core["bias1"], shared(1))
+        x = (
+            block_matmul(cell.per_block(deter, [x0, x1]), core["block"])
+            + inputs["action"]
+        )
+        names = [*(f"dynhid{index}" for index in range(1, cell.dynlayers)), "dyngru"]
+        for index, name in enumerate(names):
+            read = functools.partial(block_matmul, kernel=core[name].kernel)
+            x = core[name](activate(core, f"dynhid{index}", x, read))
+        gates = x
         slopes["gates"], slopes["old"] = cell.gate_slopes(gates, deter)
         x = inputs["tokens"]
         if not cell.absolute:
             new = cell.gates(gates, deter)
             x = new @ weights["deter"][:, cell.hidden :] + x
-        x = activate(weights, "obs0", x)
-        for index in range(1, cell.obslayers):
-            x = activate(weights, f"obs{index}", weights[f"obs{index}"](x))
-        logits = cell.grouped(weights["obslogit"](x))
-        slopes["probs"] = jax.nn.softmax(f32(logits))
+        names = [*(f"obs{index}" for index in range(1, cell.obslayers)), "obslogit"]
+        for index, name in enumerate(names):
+            read = functools.partial(jnp.matmul, b=weights[name].kernel)
+            x = weights[name](activate(weights, f"obs{index}", x, read))
+        slopes["probs"] = jax.nn.softmax(f32(cell.grouped(x)))
         return slopes
 
     def step_back(
@@ -254,27 +279,23 @@ class FusedCell(Recurrence):
         x = x - (x * probs).sum(-1, keepdims=True)
         x = (1 - cell.unimix) * probs * x
         x = flat(x.astype(cell.dtype) + logits_gradient)
-        x = x @ weights["obslogit"].kernel.T
-        for index in reversed(range(1, cell.obslayers)):
-            x = slopes[f"obs{index}"](x, cell.dtype)
-            x = x @ weights[f"obs{index}"].kernel.T
-        read = [gradient["dynin0"]]
-        if not cell.absolute:
-            read.append(slopes["obs0"](x, cell.dtype))
+        names = [*(f"obs{index}" for index in range(1, cell.obslayers)), "obslogit"]
+        for index, name in reversed(list(enumerate(names))):
+            x = slopes[f"obs{index}"](x @ weights[name].kernel.T, x, cell.dtype)
+        read = [gradient["dynin0"]] if cell.absolute else [gradient["dynin0"], x]
         new = gradient["deter"] + jnp.concatenate(read, -1) @ weights["deter"].T
         x = f32(new).reshape((*new.shape[:-1], cell.blocks, 1, -1)) * slopes["gates"]
         x = x.astype(cell.dtype).reshape((*new.shape[:-1], -1))
-        x = block_matmul(x, core["dyngru"].kernel.swapaxes(1, 2))
-        for index in reversed(range(1, cell.dynlayers)):
-            x = slopes[f"dynhid{index}"](x, cell.dtype)
-            x = block_matmul(x, core[f"dynhid{index}"].kernel.swapaxes(1, 2))
-        x = slopes["dynhid0"](x, cell.dtype)
-        x = block_matmul(x, core["block"].swapaxes(1, 2))
-        x = x.reshape((*new.shape[:-1], cell.blocks, -1))
-        own, shared = jnp.split(x, [cell.deter // cell.blocks], -1)
+        names = [*(f"dynhid{index}" for index in range(1, cell.dynlayers)), "dyngru"]
+        for index, name in reversed(list(enumerate(names))):
+            product = block_matmul(x, core[name].kernel.swapaxes(1, 2))
+            x = slopes[f"dynhid{index}"](product, x, cell.dtype)
+        product = block_matmul(x, core["block"].swapaxes(1, 2))
+        product = product.reshape((*new.shape[:-1], cell.blocks, -1))
+        own, shared = jnp.split(product, [cell.deter // cell.blocks], -1)
         first, second = jnp.split(shared.sum(-2), 2, -1)
-        first = slopes["dynin0"](first, cell.dtype)
-        second = slopes["dynin1"](second, cell.dtype)
+        first = slopes["dynin0"](first, x, cell.dtype)
+        second = slopes["dynin1"](second, x, cell.dtype)
         old = (f32(new) * slopes["old"]).astype(cell.dtype)
         return {
             "deter": (old + own.reshape(new.shape)) * keep,
@@ -293,39 +314,71 @@ class FusedCell(Recurrence):
 class Slope:
     """The derivative of a norm with its activation, at given inputs.
 
+    The gradient of a norm has means over units in it, of the gradient of its results.
+    That one is a product of the gradient behind the layer that reads these results, so
+    the means are, too, with weights that are known before the loop: they need not wait
+    for the product.
+
     Attributes:
-      normed: inputs after the norm, without scale; None without a norm.
-      factor: what the norm multiplied them by; None without a norm.
-      slope: of the activation, times the scale.
-      centred: whether the norm subtracts the mean.
+      slope: of the activation, times the scale and the norm's factor.
+      along: the normed inputs times that factor; None without a norm.
+      mean_along: weights of the mean of the gradient along the inputs.
+      mean: weights of the mean of the gradient; None if the norm subtracts no mean.
+      factor: what the norm multiplied its inputs by; None if it subtracts no mean.
     """
 
-    normed: Array | None
-    factor: Array | None
     slope: Array
-    centred: bool = dataclasses.field(metadata={"static": True})
+    along: Array | None = None
+    mean_along: Array | None = None
+    mean: Array | None = None
+    factor: Array | None = None
 
     @classmethod
-    def of(cls, norm: Norm, x: Array, act: str) -> Slope:
-        """The derivative of `activate(norm, x, act)`, all in float32."""
+    def of(
+        cls, norm: Norm, x: Array, act: str, read: Callable[[Array], Array]
+    ) -> Slope:
+        """The derivative of `activate(norm, x, act)`, all in float32.
+
+        Args:
+          norm: of the last axis.
+          x: its inputs [..., units].
+          act: name of the activation.
+          read: the product of the layer that reads the results.
+        """
         x = f32(x)
         y = norm(x)
         _, slope = jax.jvp(ACTIVATIONS[act], (y,), (jnp.ones_like(y),))
         if norm.scale is None:
-            return cls(None, None, slope, False)
+            return cls(slope)
+        units = x.shape[-1]
         centred = norm.kind == "layer"
         if centred:
             x = x - x.mean(-1, keepdims=True)
-        factor = norm.factor(x)
-        return cls(x * factor, factor, slope * norm.scale, centred)
+        factor = rms_factor(x)
+        normed, slope = x * factor, slope * norm.scale
+        return cls(
+            slope=slope * factor,
+            along=normed * factor,
+            mean_along=read(slope * normed / units),
+            mean=read(slope / units) if centred else None,
+            factor=factor if centred else None,
+        )
 
-    def __call__(self, gradient: Array, dtype: str) -> Array:
-        """Takes the gradient of the results to that of the inputs."""
+    def __call__(self, gradient: Array, behind: Array, dtype: str) -> Array:
+        """Takes the gradient of the results to that of the inputs.
+
+        Args:
+          gradient: of the results, [..., units].
+          behind: of what the layer that reads them computes from them.
+          dtype: of the gradient of the inputs.
+        """
         x = f32(gradient) * self.slope
-        if self.normed is not None and self.factor is not None:
-            share = self.normed * (x * self.normed).mean(-1, keepdims=True)
-            mean = x.mean(-1, keepdims=True) if self.centred else 0
-            x = (x - mean - share) * self.factor
+        behind = f32(behind)
+        if self.along is not None and self.mean_along is not None:
+            share = (f32(self.mean_along) * behind).sum(-1, keepdims=True)
+            x = x - self.along * share
+        if self.mean is not None and self.factor is not None:
+            x = x - self.factor * (f32(self.mean) * behind).sum(-1, keepdims=True)
         return x.astype(dtype)
 
 
@@ -356,7 +409,7 @@ def _forward(
         carry, outputs = steps.step(params, carry, inputs)
         return carry, (carry, outputs)
 
-    results = jax.lax.scan(body, carry, inputs, unroll=unroll)[1]
+    results = scan_blocks(body, carry, inputs, unroll)[1]
     return results, (params, carry, inputs, results[0])
 
 
@@ -388,3 +441,45 @@ def _backward(
 
 
 recur.defvjp(_forward, _backward)
+
+
+def scan_blocks(
+    body: Callable[[Tree, Tree], tuple[Tree, Tree]],
+    carry: Tree,
+    inputs: Tree,
+    unroll: int,
+) -> tuple[Tree, Tree]:
+    """`jax.lax.scan` with some steps per iteration, whose inputs are copied together.
+
+    A kernel that normalises or draws cannot read its inputs at a place that is only
+    known as it runs, and falls into three or four. From a copy of an iteration's inputs
+    it can.
+
+    Args:
+      body: a step, carry and inputs to carry and outputs.
+      carry: before the first step.
+      inputs: [T, ...].
+      unroll: most steps per iteration; it takes as many as divide T.
+
+    Returns:
+      The last carry, and outputs [T, ...].
+    """
+    length = jax.tree.leaves(inputs)[0].shape[0]
+    size = max(size for size in range(1, unroll + 1) if length % size == 0)
+    if size == 1:
+        return jax.lax.scan(body, carry, inputs)
+
+    def iterate(carry: Tree, block: Tree) -> tuple[Tree, Tree]:
+        block = jax.lax.optimization_barrier(block)  # The copy.
+        outputs = []
+        for index in range(size):
+            now = jax.tree.map(operator.itemgetter(index), block)
+            carry, output = body(carry, now)
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *steps: jnp.stack(steps), *outputs)
+
+    def split(x: Array) -> Array:
+        return x.reshape((length // size, size, *x.shape[1:]))
+
+    carry, outputs = jax.lax.scan(iterate, carry, jax.tree.map(split, inputs))
+    return carry, jax.tree.map(lambda x: x.reshape((length, *x.shape[2:])), outputs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dreamerv3.fused import FusedCell
+from dreamerv3.fused import FusedCell, scan_blocks
 from dreamerv3.rssm import RSSM, Latent, flat, squash_action
 from embodied.jax.heads import PolicyHead, action_vector
 from embodied.jax.nets import Array, Tree, sg
@@ -20,7 +20,7 @@ Actions = dict[str, Array]
 
 def imagine(
     dyn: RSSM, pol: PolicyHead, latent: Latent, length: int, key: Array, unroll: int = 1
-) -> tuple[Latent, Actions]:
+) -> tuple[Array, Actions]:
     """Follows the policy for some steps from each state.
 
     Args:
@@ -32,8 +32,8 @@ def imagine(
       unroll: steps per iteration of the loop.
 
     Returns:
-      States [H, N, ...] after each step, and the actions [H, N, ...] that led to
-      them, the first of which was taken in the states given. Both without gradient.
+      Features [deter, flat stoch] of the states given and of those after each step,
+      [H + 1, N, F], and the actions [H, N, ...] between them. Both without gradient.
     """
     cell, fused = dyn.cell, FusedCell(dyn.cell)
     # Whatever does not change from step to step is made before the loop.
@@ -50,8 +50,9 @@ def imagine(
     read_stoch = jnp.concatenate(stoch_readers, -1)
     ends = [cell.hidden, cell.hidden + first.bias.shape[0]]
 
-    def step(carry: Tree, noise: Tree) -> tuple[Tree, tuple[Latent, Actions]]:
-        deter, by_deter, by_stoch = carry
+    def step(carry: Tree, now: tuple[Array, Tree]) -> tuple[Tree, Actions]:
+        (deter, by_deter, by_stoch), feat = carry
+        index, noise = now
         dynin0, policy0, _ = jnp.split(by_deter, ends, -1)
         dynin1, policy1 = jnp.split(by_stoch, ends[:1], -1)
         x = pol.mlp.after_first(policy0 + policy1 + first.offset)
@@ -62,15 +63,29 @@ def imagine(
         by_deter = deter @ read_deter
         x = by_deter[:, ends[1] :] + parts["prior0"].offset
         stoch = cell.sample(dyn.prior_after_first(x), noise["stoch"])
-        carry = (deter, by_deter, flat(stoch) @ read_stoch)
-        return carry, ({"deter": deter, "stoch": stoch}, actions)
+        return (
+            (deter, by_deter, flat(stoch) @ read_stoch),
+            put(feat, index, deter, stoch),
+        ), actions
+
+    def put(feat: Array, index: Array | int, deter: Array, stoch: Array) -> Array:
+        # Into their place in the result: to join arrays after the loop is a copy.
+        row = jnp.concatenate([deter, flat(stoch)], -1)
+        return jax.lax.dynamic_update_index_in_dim(feat, row, index, 0)
 
     deter, stoch = latent["deter"], latent["stoch"]
-    carry = (deter, deter @ read_deter, flat(stoch) @ read_stoch)
+    size = cell.deter + cell.stoch * cell.classes
+    feat = jnp.zeros((length + 1, deter.shape[0], size), cell.dtype)
+    carry = (
+        (deter, deter @ read_deter, flat(stoch) @ read_stoch),
+        put(feat, 0, deter, stoch),
+    )
     state_key, action_key = jax.random.split(key)
     lead = (length, deter.shape[0])
     noise = {
         "stoch": dyn.noise(state_key, lead),
         "action": pol.noise(action_key, lead),
     }
-    return jax.lax.scan(step, carry, noise, unroll=unroll)[1]
+    steps = (jnp.arange(1, length + 1), noise)
+    (_, feat), actions = scan_blocks(step, carry, steps, unroll)
+    return feat, actions

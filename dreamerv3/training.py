@@ -271,7 +271,8 @@ def behavior_losses(
     last = min(settings.imag_last or steps, steps)
     states = jax.tree.map(lambda x: x[:, -last:], states)
     starts = jax.tree.map(lambda x: x.reshape((batch * last, *x.shape[2:])), states)
-    imagined, actions = imagine(
+    # Time comes first until the small outputs, as the scan has left it.
+    feat, actions = imagine(
         params.dyn,
         params.pol,
         starts,
@@ -279,16 +280,16 @@ def behavior_losses(
         key,
         settings.imagine_unroll,
     )
-    first = features(starts)[None]
-    first = first if settings.ac_grads else sg(first)
-    # Time comes first until the small outputs, as the scan has left it.
-    feat = jnp.concatenate([first, features(imagined)], 0)
+    if settings.ac_grads:
+        feat = jnp.concatenate([features(starts)[None], feat[1:]], 0)
+    # Of all states, since the policy in all but the last would be a copy of them.
+    policy = jax.tree.map(lambda x: x[:-1], params.pol(feat))
     outs = {
         "rew": params.rew(sg(feat)).pred(),
         "con": params.con(sg(feat)).prob(),
         "value": params.val(feat),
         "slow": slowval(sg(feat)),
-        "policy": params.pol(feat[:-1]),
+        "policy": policy,
         "actions": {
             key: action_event(space, actions[key]) for key, space in params.pol.spaces
         },

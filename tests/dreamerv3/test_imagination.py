@@ -43,7 +43,9 @@ def test_the_scan_equals_policy_and_model_in_turn():
         stoch = dyn.cell.sample(dyn.prior(deter), noise["stoch"])
         return {"deter": deter, "stoch": stoch}, actions
 
-    states, actions = run(dyn, pol, latent)
+    imagined, actions = run(dyn, pol, latent)
+    assert imagined.shape[:2] == (LENGTH + 1, COUNT)
+    np.testing.assert_array_equal(imagined[0], features(latent))
 
     def draw(key):
         state_key, action_key = jax.random.split(key)
@@ -55,8 +57,8 @@ def test_the_scan_equals_policy_and_model_in_turn():
     noise = compute(draw, KEY)
     for t in range(LENGTH):
         latent, action = step(latent, jax.tree.map(lambda x, t=t: x[t], noise))
-        for name, value in latent.items():
-            np.testing.assert_allclose(states[name][t], value, rtol=1e-4, atol=1e-5)
+        expected = features(latent)
+        np.testing.assert_allclose(imagined[t + 1], expected, rtol=1e-4, atol=1e-5)
         for name, value in action.items():
             np.testing.assert_allclose(actions[name][t], value, rtol=1e-4, atol=1e-5)
             assert actions[name].dtype == value.dtype
@@ -66,8 +68,8 @@ def test_no_gradient_flows_through_imagined_steps():
     model = make_state().model
 
     def total(dyn, pol, latent):
-        states, actions = imagine(dyn, pol, latent, LENGTH, KEY)
-        return sum(x.sum() for x in (*states.values(), actions["force"]))
+        imagined, actions = imagine(dyn, pol, latent, LENGTH, KEY)
+        return imagined.sum() + actions["force"].sum()
 
     text = str(
         jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(
@@ -80,9 +82,9 @@ def test_no_gradient_flows_through_imagined_steps():
 def test_imagination_keeps_the_compute_dtype():
     model = make_state(compute_dtype="bfloat16").model
     latent = jax.tree.map(lambda x: x.astype(jnp.bfloat16), start(model.dyn))
-    states, actions = jax.eval_shape(
+    imagined, actions = jax.eval_shape(
         lambda: imagine(model.dyn, model.pol, latent, LENGTH, KEY)
     )
-    assert {x.dtype for x in states.values()} == {jnp.dtype("bfloat16")}
+    assert imagined.dtype == jnp.bfloat16
     assert actions["force"].dtype == jnp.float32
     assert actions["move"].dtype == jnp.int32

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from agent_testing import compute
 
-from dreamerv3.fused import Recurrence, recur
+from dreamerv3.fused import Recurrence, recur, scan_blocks
 
 
 class Network(Recurrence):
@@ -45,7 +45,29 @@ def test_values_equal_those_of_a_scan(arguments, unroll):
     result = recur(NETWORK, unroll, *arguments)
     # Unrolled alike, since the compiler may round differently otherwise.
     expected = ordinary(*arguments, unroll=unroll)
-    jax.tree.map(np.testing.assert_array_equal, result, expected)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7),
+        *(result, expected),
+    )
+
+
+@pytest.mark.parametrize(
+    ("unroll", "iterations"), [(1, 6), (2, 3), (4, 2), (6, 1), (9, 1)]
+)
+def test_iterations_take_as_many_steps_as_divide_all(unroll, iterations):
+    inputs = {"a": jnp.arange(6), "b": jnp.arange(12.0).reshape(6, 2)}
+
+    def body(carry, now):
+        return carry * 2 + now["a"], {"sum": now["b"] + carry.astype(jnp.float32)}
+
+    def run(scan):
+        return scan(body, jnp.array(1), inputs, unroll)
+
+    carry, outputs = run(scan_blocks)
+    expected_carry, expected = jax.lax.scan(body, jnp.array(1), inputs)
+    assert carry == expected_carry
+    np.testing.assert_array_equal(outputs["sum"], expected["sum"])
+    assert f"length={iterations}\n" in str(jax.make_jaxpr(lambda: run(scan_blocks))())
 
 
 @pytest.mark.parametrize("unroll", [1, 3])

@@ -22,7 +22,8 @@ from embodied.jax.param_names import flat_params
 ACTIONS, TOKENS, BATCH, LENGTH = 3, 5, 2, 4
 VARIANTS = [
     {},
-    {"absolute": True, "obslayers": 2, "dynlayers": 2, "imglayers": 1},
+    {"absolute": True, "obslayers": 2, "dynlayers": 2, "imglayers": 1, "norm": "layer"},
+    {"norm": "none", "obslayers": 2},
 ]
 
 

@@ -79,6 +79,40 @@ def test_rms_norm_by_hand():
     np.testing.assert_allclose(norm(x), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 30.0])
+def test_gradients_of_norm_and_silu_are_the_ordinary_ones(dtype, rtol, size):
+    x = (size * normal(4, 3, 16)).astype(dtype).at[0, 0].set(0)
+    scale = 1 + normal(16, seed=1)
+    gradient = normal(4, 3, 16, seed=2).astype(dtype)
+
+    def ordinary(x, scale):
+        return jax.nn.silu(Norm(scale, None, "rms")(x)).astype(dtype)
+
+    def ours(x, scale):
+        return activate(Norm(scale, None, "rms"), x, "silu", dtype)
+
+    results = []
+    for function in (ours, ordinary):
+        value, pull = jax.vjp(function, x, scale)
+        by_x, by_scale = pull(gradient)
+        assert (by_x.dtype, by_scale.dtype) == (x.dtype, scale.dtype)
+        results.append([np.asarray(y, np.float32) for y in (value, by_x, by_scale)])
+    for found, expected in zip(*results):
+        atol = rtol * max(1e-3, np.abs(expected).max())
+        np.testing.assert_allclose(found, expected, rtol=rtol, atol=atol)
+
+
+def test_norm_and_silu_far_from_zero_have_finite_gradients():
+    x = jnp.array([[1e4, -1e4, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+
+    def total(x, scale):
+        return activate(Norm(scale, None, "rms"), x, "silu", "float32").sum()
+
+    gradients = jax.grad(total, (0, 1))(x, jnp.full(4, 1e3))
+    assert all(np.isfinite(y).all() for y in gradients)
+
+
 def test_layer_norm_has_mean_zero_and_variance_one():
     norm = builder("layer").scale(64)
     y = norm(normal(3, 64) * 5 + 7)
