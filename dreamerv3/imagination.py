@@ -6,6 +6,8 @@ all noise is drawn before it, and products that read the same input are joined.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -50,8 +52,14 @@ def imagine(
     read_stoch = jnp.concatenate(stoch_readers, -1)
     ends = [cell.hidden, cell.hidden + first.bias.shape[0]]
 
+    def close(feat: Array, index: Any, deter: Array, by: Array, stoch: Array) -> Tree:
+        # Into their place in the result: to join arrays after the loop is a copy.
+        row = jnp.concatenate([deter, flat(stoch)], -1)
+        feat = jax.lax.dynamic_update_index_in_dim(feat, row, index, 0)
+        return feat, deter, by, flat(stoch) @ read_stoch
+
     def step(carry: Tree, now: tuple[Array, Tree]) -> tuple[Tree, Actions]:
-        (deter, by_deter, by_stoch), feat = carry
+        feat, deter, by_deter, by_stoch = carry
         index, noise = now
         dynin0, policy0, _ = jnp.split(by_deter, ends, -1)
         dynin1, policy1 = jnp.split(by_stoch, ends[:1], -1)
@@ -63,23 +71,12 @@ def imagine(
         by_deter = deter @ read_deter
         x = by_deter[:, ends[1] :] + parts["prior0"].offset
         stoch = cell.sample(dyn.prior_after_first(x), noise["stoch"])
-        return (
-            (deter, by_deter, flat(stoch) @ read_stoch),
-            put(feat, index, deter, stoch),
-        ), actions
-
-    def put(feat: Array, index: Array | int, deter: Array, stoch: Array) -> Array:
-        # Into their place in the result: to join arrays after the loop is a copy.
-        row = jnp.concatenate([deter, flat(stoch)], -1)
-        return jax.lax.dynamic_update_index_in_dim(feat, row, index, 0)
+        return close(feat, index, deter, by_deter, stoch), actions
 
     deter, stoch = latent["deter"], latent["stoch"]
     size = cell.deter + cell.stoch * cell.classes
     feat = jnp.zeros((length + 1, deter.shape[0], size), cell.dtype)
-    carry = (
-        (deter, deter @ read_deter, flat(stoch) @ read_stoch),
-        put(feat, 0, deter, stoch),
-    )
+    carry = close(feat, 0, deter, deter @ read_deter, stoch)
     state_key, action_key = jax.random.split(key)
     lead = (length, deter.shape[0])
     noise = {
@@ -87,5 +84,5 @@ def imagine(
         "action": pol.noise(action_key, lead),
     }
     steps = (jnp.arange(1, length + 1), noise)
-    (_, feat), actions = scan_blocks(step, carry, steps, unroll)
+    (feat, *_), actions = scan_blocks(step, carry, steps, unroll)
     return feat, actions
