@@ -173,7 +173,8 @@ def block_matmul(x: Array, kernel: Array) -> Array:
 
 def activate(norm: Norm, x: Array, act: str, dtype: str) -> Array:
     """Norm and activation in float32, then back to the compute dtype."""
-    if norm.scale is not None and norm.kind == "rms" and act == "silu":
+    usual = norm.scale is not None and norm.kind == "rms" and act == "silu"
+    if usual and dtype == "bfloat16":
         return rms_silu(x, norm.scale, dtype)
     return ACTIVATIONS[act](norm(x)).astype(dtype)
 
@@ -184,7 +185,7 @@ def rms_silu(x: Array, scale: Array, dtype: str) -> Array:
 
     The ordinary gradient has the slope of each element in two places, for the norm's
     sum over channels and for the result. Compilers write it to memory for that, in
-    float32, which takes longer than to compute it again.
+    float32, which takes accelerators longer than to compute it again.
 
     Args:
       x: [..., units].

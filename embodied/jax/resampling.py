@@ -7,6 +7,9 @@ neighbouring pixels are four groups of channels.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +25,7 @@ def pooled_conv(conv: Conv, x: Array) -> Array:
     x = _to_blocks(x.reshape((-1, height, width, channels)))
     kernel, padding = _block_kernel(conv.kernel)
     x = _convolve(x, kernel, padding, conv.dtype)
-    x = largest(x.reshape((*x.shape[:-1], 4, -1)))
+    x = largest(x.reshape((*x.shape[:-1], 4, -1)), (-2,))
     x = x + conv.bias.astype(conv.dtype)
     return x.reshape((*lead, *x.shape[1:]))
 
@@ -31,23 +34,26 @@ def max_pool(x: Array) -> Array:
     """Halves maps [..., 2H, 2W, C] to the largest value of each 2x2 square."""
     *lead, height, width, channels = x.shape
     x = x.reshape((*lead, height // 2, 2, width // 2, 2, channels))
-    x = jnp.moveaxis(x, -4, -3)
-    return largest(x.reshape((*lead, height // 2, width // 2, 4, channels)))
+    return largest(x, (-4, -2))
 
 
-@jax.custom_vjp
-def largest(x: Array) -> Array:
-    """The largest of four values, [..., 4, C] to [..., C].
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def largest(x: Array, axes: tuple[int, ...]) -> Array:
+    """The largest of four values, along axes that are counted from the last.
 
     The gradient goes to the first one that is it. The backward pass needs one byte a
     result. The ordinary gradient, of a maximum or of a window reduction, reads all
     values again, or keeps a mask for each of them.
     """
-    return _largest(x)[0]
+    return _largest(x, axes)[0]
 
 
-def _largest(x: Array) -> tuple[Array, Array]:
-    a, b, c, d = (x[..., index, :] for index in range(4))
+def _largest(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    places: list[list[Any]] = [[slice(None)] * x.ndim for _ in range(4)]
+    for place, indices in zip(places, np.ndindex(*(x.shape[axis] for axis in axes))):
+        for axis, index in zip(axes, indices):
+            place[axis] = index
+    a, b, c, d = (x[tuple(place)] for place in places)
     left, right = jnp.maximum(a, b), jnp.maximum(c, d)
     which = jnp.where(
         right > left, jnp.where(d > c, 3, 2), jnp.where(b > a, 1, 0)
@@ -55,12 +61,17 @@ def _largest(x: Array) -> tuple[Array, Array]:
     return jnp.maximum(left, right), which
 
 
-def _largest_backward(which: Array, gradient: Array) -> tuple[Array]:
+def _largest_backward(
+    axes: tuple[int, ...], which: Array, gradient: Array
+) -> tuple[Array]:
     # All four at once: the sum of four padded arrays takes three times as long.
-    order = jnp.arange(4, dtype=jnp.uint8)[:, None]
+    sizes = [1] * (gradient.ndim + len(axes))
+    for axis in axes:
+        sizes[axis] = 4 if len(axes) == 1 else 2
+    order = jnp.arange(4, dtype=jnp.uint8).reshape(sizes)
+    chosen = jnp.expand_dims(which, axes) == order
     zero = jnp.zeros((), gradient.dtype)
-    chosen = which[..., None, :] == order
-    return (jnp.where(chosen, gradient[..., None, :], zero),)
+    return (jnp.where(chosen, jnp.expand_dims(gradient, axes), zero),)
 
 
 largest.defvjp(_largest, _largest_backward)

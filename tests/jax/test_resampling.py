@@ -89,16 +89,30 @@ def test_max_pool_takes_the_largest_of_each_square():
     np.testing.assert_array_equal(max_pool(x)[0, :, :, 0], [[5, 7], [13, 15]])
 
 
+def test_the_gradient_of_max_pool_goes_to_the_largest():
+    x = np.random.default_rng(0).permutation(96).reshape(2, 4, 6, 2).astype(np.float32)
+    weights = np.arange(24.0, dtype=np.float32).reshape(2, 2, 3, 2)
+    gradient = compute(jax.grad(lambda x: (weights * max_pool(x)).sum()), x)
+    expected = np.zeros_like(x)
+    for n, h, w, c in np.ndindex(weights.shape):
+        square = x[n, 2 * h : 2 * h + 2, 2 * w : 2 * w + 2, c]
+        row, column = np.unravel_index(square.argmax(), (2, 2))
+        expected[n, 2 * h + row, 2 * w + column, c] = weights[n, h, w, c]
+    np.testing.assert_array_equal(gradient, expected)
+
+
 def test_the_gradient_goes_to_the_first_of_the_largest():
     values = np.array(list(itertools.product([0, 1, 2], repeat=4)), np.float32)
     columns = values.T  # [4, C]
-    gradient = compute(jax.grad(lambda x: 3 * largest(x).sum()), columns)
+    gradient = compute(jax.grad(lambda x: 3 * largest(x, (-2,)).sum()), columns)
     expected = 3 * np.eye(4)[np.argmax(values, -1)]
     np.testing.assert_array_equal(gradient, expected.T)
-    np.testing.assert_array_equal(compute(largest, columns), values.max(-1))
+    np.testing.assert_array_equal(
+        compute(lambda x: largest(x, (-2,)), columns), values.max(-1)
+    )
 
 
 @pytest.mark.parametrize("place", range(4))
 def test_what_is_not_a_number_is_not_hidden(place):
     values = jnp.ones((4, 2)).at[place, 0].set(jnp.nan)
-    np.testing.assert_array_equal(jnp.isnan(largest(values)), [True, False])
+    np.testing.assert_array_equal(jnp.isnan(largest(values, (-2,))), [True, False])
