@@ -34,9 +34,16 @@ def join_all(threads: list[threading.Thread], deadline: float | None) -> bool:
 
 
 class Wakeup:
-    """Wakes a thread that polls. Any thread may call `set`."""
+    """Wakes a thread that polls. Any thread may call anything, also after `close`.
+
+    A closed descriptor's number soon belongs to somebody else, such as to a socket of
+    libzmq, which ends the process if it is woken for nothing. So nothing is written to
+    or read from a number that is not ours any more.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # Guards the descriptors.
+        self._closed = False
         if hasattr(os, "eventfd"):
             self._read = self._write = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         else:
@@ -50,23 +57,33 @@ class Wakeup:
 
     def set(self) -> None:
         """Makes the descriptor readable."""
-        try:
-            os.write(self._write, b"\1\0\0\0\0\0\0\0")
-        except OSError:
-            pass  # It is readable already, or closed.
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                os.write(self._write, b"\1\0\0\0\0\0\0\0")
+            except BlockingIOError:
+                pass  # It is readable already.
 
     def clear(self) -> None:
         """Makes the descriptor unreadable until the next `set`."""
-        try:
-            os.read(self._read, 4096)
-        except OSError:
-            pass
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                os.read(self._read, 4096)
+            except BlockingIOError:
+                pass  # Nobody has set it.
 
     def close(self) -> None:
-        """Frees the descriptors. No other thread may use it any more."""
-        os.close(self._read)
-        if self._write != self._read:
-            os.close(self._write)
+        """Frees the descriptors. No thread may poll them any more."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            os.close(self._read)
+            if self._write != self._read:
+                os.close(self._write)
 
 
 class Poller:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from embodied.rpc import Client, Server, free_port
+from embodied.rpc.threads import Wakeup
 
 SLOW = 1.0  # Seconds; a lost wake-up would take a heartbeat, two seconds.
 
@@ -158,3 +160,20 @@ def test_waiting_for_one_call_after_another_wakes_nobody(client, monkeypatch):
     for number in range(100):
         assert client.echo(number).result(10) == number
     assert len(wakes) < 10  # Heartbeats, on a busy machine.
+
+
+def test_a_closed_wakeup_leaves_the_next_owner_of_its_descriptor_alone():
+    wakeup = Wakeup()
+    wakeup.close()
+    stranger = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        assert stranger == wakeup.fileno()  # The kernel takes the lowest that is free.
+        wakeup.set()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(stranger)
+        os.eventfd_write(stranger, 1)
+        wakeup.clear()
+        wakeup.close()
+        assert os.eventfd_read(stranger) == 1
+    finally:
+        os.close(stranger)
