@@ -36,6 +36,9 @@ from embodied.jax.nets import (
 )
 
 
+SUM_PARTS = 8  # Shares of a row that `sum_units` sums apart.
+
+
 def observe(
     dyn: RSSM, latent: Latent, action: Array, tokens: Array, first: Array, noise: Array
 ) -> tuple[Latent, Array]:
@@ -375,11 +378,23 @@ class Slope:
         x = f32(gradient) * self.slope
         behind = f32(behind)
         if self.along is not None and self.mean_along is not None:
-            share = (f32(self.mean_along) * behind).sum(-1, keepdims=True)
-            x = x - self.along * share
+            x = x - self.along * sum_units(f32(self.mean_along) * behind)
         if self.mean is not None and self.factor is not None:
-            x = x - self.factor * (f32(self.mean) * behind).sum(-1, keepdims=True)
+            x = x - self.factor * sum_units(f32(self.mean) * behind)
         return x.astype(dtype)
+
+
+def sum_units(x: Array) -> Array:
+    """Sums over the last axis, [..., units] to [..., 1], in two stages.
+
+    A kernel sums a row in one place. Rows are few here, and long: as shorter ones more
+    of the device works, and whoever reads the result adds up the rest.
+    """
+    units = x.shape[-1]
+    if units % SUM_PARTS:
+        return x.sum(-1, keepdims=True)
+    parts = x.reshape((*x.shape[:-1], SUM_PARTS, units // SUM_PARTS)).sum(-1)
+    return functools.reduce(operator.add, jnp.split(parts, SUM_PARTS, -1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

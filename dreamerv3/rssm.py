@@ -76,7 +76,7 @@ class Cell:
     def gates(self, x: Array, deter: Array) -> Array:
         """The GRU's update of deter [..., D] from [..., 3 D], in float32."""
         old, _, _, candidate, update = self._gate_values(x, deter)
-        new = update * candidate + (1 - update) * old
+        new = old + update * (candidate - old)
         return new.reshape(deter.shape).astype(self.dtype)
 
     def gate_slopes(self, x: Array, deter: Array) -> tuple[Array, Array]:
