@@ -35,7 +35,6 @@ from embodied.jax.nets import (
     rms_factor,
 )
 
-
 SUM_PARTS = 8  # Shares of a row that `sum_units` sums apart.
 
 

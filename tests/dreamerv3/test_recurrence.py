@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from agent_testing import compute
 
-from dreamerv3.fused import Recurrence, recur, scan_blocks
+from dreamerv3.fused import Recurrence, recur, scan_blocks, sum_units
 
 
 class Network(Recurrence):
@@ -117,3 +117,11 @@ def test_the_backward_loop_holds_no_gradient_of_weights(arguments):
     assert weights <= set(ordinary_backward)
     _, backward = gradient(lambda *arguments: recur(NETWORK, 1, *arguments))
     assert not weights & set(backward)
+
+
+@pytest.mark.parametrize("units", [1, 8, 12, 64])
+def test_sums_in_two_stages_equal_sums(units):
+    x = np.random.default_rng(units).normal(size=(3, 2, units)).astype(np.float32)
+    result = compute(sum_units, x)
+    assert result.shape == (3, 2, 1)
+    np.testing.assert_allclose(result, x.sum(-1, keepdims=True), rtol=1e-5, atol=1e-6)
