@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 
 from hypothesis import settings
@@ -16,6 +17,11 @@ settings.load_profile("project")
 
 # Subprocesses of tests treat unraisable errors like the tests do.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+
+# Ctrl-C works in tests, and in what they start, where a shell has it ignored, as for
+# what a script runs in the background.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config) -> None:
