@@ -57,6 +57,31 @@ def symexp(x: Array) -> Array:
     return jnp.sign(x) * jnp.expm1(jnp.abs(x))
 
 
+@jax.custom_vjp
+def add_bias(x: Array, bias: Array) -> Array:
+    """Adds a bias [units] to [..., units], in the dtype of the latter.
+
+    The gradient of the bias is summed in float32. The ordinary one is summed in that
+    dtype: where a million numbers of bfloat16 cancel, what is left is mostly rounding.
+    """
+    return x + bias.astype(x.dtype)
+
+
+def _add_bias(x: Array, bias: Array) -> tuple[Array, Array]:
+    return add_bias(x, bias), bias
+
+
+def _add_bias_backward(bias: Array, gradient: Array) -> tuple[Array, Array]:
+    if gradient.dtype == jnp.bfloat16:
+        # Else the compiler sums it as it is before rounding, and keeps that as well.
+        gradient = jax.lax.optimization_barrier(gradient)
+    total = f32(gradient).sum(tuple(range(gradient.ndim - 1)))
+    return gradient, total.astype(bias.dtype)
+
+
+add_bias.defvjp(_add_bias, _add_bias_backward)
+
+
 class Linear(eqx.Module):
     """Dense layer: [..., in] to [..., out]."""
 
@@ -66,7 +91,7 @@ class Linear(eqx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Multiplies and adds the bias, in the compute dtype."""
-        return x.astype(self.dtype) @ self.weight + self.offset
+        return add_bias(x.astype(self.dtype) @ self.weight, self.bias)
 
     @property
     def weight(self) -> Array:
@@ -91,7 +116,7 @@ class BlockLinear(Linear):
 
     def __call__(self, x: Array) -> Array:
         """Multiplies and adds the bias, in the compute dtype."""
-        return block_matmul(x.astype(self.dtype), self.weight) + self.offset
+        return add_bias(block_matmul(x.astype(self.dtype), self.weight), self.bias)
 
 
 class Conv(eqx.Module):
@@ -120,7 +145,7 @@ class Conv(eqx.Module):
             x = jax.lax.conv_general_dilated(
                 x, kernel, strides, "SAME", dimension_numbers=layout
             )
-        x = x + self.bias.astype(self.dtype)
+        x = add_bias(x, self.bias)
         return x.reshape((*lead, *x.shape[1:]))
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embodied.jax.nets import Array, Conv
+from embodied.jax.nets import Array, Conv, add_bias
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 
@@ -26,7 +26,7 @@ def pooled_conv(conv: Conv, x: Array) -> Array:
     kernel, padding = _block_kernel(conv.kernel)
     x = _convolve(x, kernel, padding, conv.dtype)
     x = largest(x.reshape((*x.shape[:-1], 4, -1)), (-2,))
-    x = x + conv.bias.astype(conv.dtype)
+    x = add_bias(x, conv.bias)
     return x.reshape((*lead, *x.shape[1:]))
 
 
@@ -99,7 +99,7 @@ def doubled_conv(conv: Conv, x: Array, halve: bool = False) -> Array:
         kernel, padding = _block_kernel(kernel)
     x = _convolve(x, kernel, padding, conv.dtype)
     # Here, where it is one number for each channel of the convolution.
-    x = x + jnp.tile(conv.bias.astype(conv.dtype), x.shape[-1] // conv.bias.size)
+    x = add_bias(x, jnp.tile(conv.bias, x.shape[-1] // conv.bias.size))
     if halve:
         x = _from_blocks(x)
     x = _from_blocks(x)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from toy_testing import compute
 
-from embodied.jax.nets import Conv
+from embodied.jax.nets import Conv, Linear
 from embodied.jax.resampling import doubled_conv, largest, max_pool, pooled_conv
 
 
@@ -116,3 +116,25 @@ def test_the_gradient_goes_to_the_first_of_the_largest():
 def test_what_is_not_a_number_is_not_hidden(place):
     values = jnp.ones((4, 2)).at[place, 0].set(jnp.nan)
     np.testing.assert_array_equal(jnp.isnan(largest(values, (-2,))), [True, False])
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda kernel, bias, x: Linear(kernel[0, 0], bias, "bfloat16")(x),
+        lambda kernel, bias, x: Conv(kernel, bias, "bfloat16")(x),
+        lambda kernel, bias, x: pooled_conv(Conv(kernel, bias, "bfloat16"), x),
+        lambda kernel, bias, x: doubled_conv(Conv(kernel, bias, "bfloat16"), x),
+    ],
+    ids=["linear", "conv", "pooled", "doubled"],
+)
+def test_gradients_of_biases_are_summed_in_float32(layer):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(8, 16, 16, 2)), jnp.bfloat16)
+    kernel, bias = jnp.ones((3, 3, 2, 4)), jnp.zeros(4)
+    y, pull = jax.vjp(lambda bias: layer(kernel, bias, x), bias)
+    # Many numbers of which little is left.
+    gradient = jnp.asarray(rng.normal(0.01, 1, size=y.shape), y.dtype)
+    expected = np.asarray(gradient, np.float64).reshape((-1, 4)).sum(0)
+    result = compute(pull, gradient)[0]
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-2)
