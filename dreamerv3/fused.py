@@ -227,8 +227,9 @@ class FusedCell(Recurrence):
         def activate(
             parts: Tree, name: str, x: Array, read: Callable[[Array], Array]
         ) -> Array:
-            norm = parts[f"{name}norm"]
-            slopes[name] = Slope.of(norm, x, cell.act, lambda x: read(cell.cast(x)))
+            slopes[name] = Slope.of(
+                parts[f"{name}norm"], x, cell.act, lambda x: read(x.astype(cell.dtype))
+            )
             return cell.activate(parts, name, x)
 
         def shared(index: int) -> Callable[[Array], Array]:

@@ -61,10 +61,6 @@ class Cell:
         """Applies the norm of a layer of `parts` and the activation."""
         return activate(parts[f"{name}norm"], x, self.act, self.dtype)
 
-    def cast(self, x: Array) -> Array:
-        """Casts to the compute dtype."""
-        return x.astype(self.dtype)
-
     def per_block(self, deter: Array, shared: list[Array]) -> Array:
         """Gives each block its slice of deter and then all of `shared`, flat."""
         lead = deter.shape[:-1]
