@@ -1,6 +1,6 @@
-"""Calls between processes: servers, clients, and who may connect.
+"""Calls between processes: servers, clients and the keys to connect. Any process.
 
-Names are imported on first use, so that a process loads only the transport it uses.
+Names are imported on first use, so that a process loads only the modules it uses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WHERE = {
     "free_port": "auth",
 }
 
-TRANSPORTS = ("zmq", "portal")  # To choose from with `run.transport`.
+TRANSPORTS = ("zmq", "portal")  # Choices of `run.transport`.
 
 __all__ = ["TRANSPORTS", "Transport", "transport", *_WHERE]
 
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Transport:
-    """The classes of one transport, which take the same arguments."""
+    """The classes of one transport; all transports' classes take the same arguments."""
 
     name: str
     Server: Any
@@ -49,10 +49,10 @@ def transport(name: str) -> Transport:
     """Returns a transport by its name, 'zmq' or 'portal'.
 
     Raises:
-      ValueError: there is none of that name.
+      ValueError: no transport has that name.
       ImportError: its package is not installed.
     """
-    # Imported here, so that a process loads only the transport that it uses.
+    # Imported here, so that a process loads only the modules of its transport.
     if name == "zmq":
         from embodied.rpc.batching import BatchServer
         from embodied.rpc.client import Client

@@ -1,9 +1,9 @@
-"""Keys and addresses: who may connect, and where.
+"""Keys and addresses: which clients may connect, and where. Any process.
 
-Every socket is encrypted and both sides prove a key. A run has one key pair for its
-servers and one for its clients, kept together in a file that only its owner can
-read. Processes of one user on one machine share a file that is made on first use;
-roles on other machines are given a copy of the run's file (`run.keyfile`).
+With keys, ZeroMQ sockets are encrypted and both sides of every link prove a key. A run
+has one key pair for its servers and one for its clients, kept together in a file that
+only its owner can read. Processes of one user on one machine share a file that is made
+on first use; roles on other machines need a copy of the run's file (`run.keyfile`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import zmq
 from zmq.utils import z85
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-EVERYWHERE = ("0.0.0.0", "[::]")  # Addresses that stand for all of a machine.
+WILDCARDS = ("0.0.0.0", "[::]")  # Wildcards for all interfaces.
 
 
 class AuthError(ConnectionError):
@@ -65,25 +65,25 @@ class Keys:
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Another one in every thread that does the same at the same time.
+        # Unique, since another thread may save to the same path at the same time.
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "w") as file:
                 json.dump(asdict(self), file)
-            os.link(temporary, path)  # Fails if it exists, and is never half a file.
+            os.link(temporary, path)  # Atomic, and fails if the path exists.
         except FileExistsError:
             raise FileExistsError(
-                f"Key file {path} exists and is left as it is, since others may have "
-                "copies of it. Use it with `Keys.load(path)`, remove it first, or save "
-                "to another path."
+                f"Key file {path} exists and is not overwritten, because copies of "
+                "it may be in use. Use it with `Keys.load(path)`, remove it first, or "
+                "save to another path."
             ) from None
         finally:
             os.unlink(temporary)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Keys:
-        """Reads a key file, which must belong to this user and be of mode 0600."""
+        """Reads a key file, which only its owner, this user or root, may access."""
         try:
             with open(path) as file:
                 status = os.fstat(file.fileno())
@@ -115,7 +115,7 @@ class Keys:
                     raise ValueError("a key of the wrong length")
         except (ValueError, KeyError, TypeError):
             raise AuthError(
-                f"Key file {path} is not one of ours. Make one with "
+                f"Key file {path} is not a valid key file. Make one with "
                 "`Keys.generate().save(path)`."
             ) from None
         return cls(**pairs, allowed=allowed)
@@ -146,7 +146,7 @@ def local_key(keys: Keys | None) -> bytes:
 
 
 def prove(key: bytes, *words: bytes) -> bytes:
-    """Returns what only those can compute who have the key."""
+    """Returns a digest of the words that only holders of the key can compute."""
     return hmac.digest(key, b"\0".join(words), "sha256")
 
 
@@ -165,11 +165,11 @@ def secure_client(socket: zmq.Socket, keys: Keys) -> None:
     socket.curve_secretkey = keys.client_secret.encode()
 
 
-class Gate:
-    """Answers libzmq's question whether a handshake's key is allowed (ZAP, RFC 27).
+class ZapHandler:
+    """Tells libzmq whether the key of a handshake is allowed (ZAP, RFC 27).
 
     Owned by the thread that calls `handle`. It must exist before the server's socket
-    binds, since libzmq lets everyone in where nobody answers.
+    binds, since libzmq accepts every key while it has no gate to ask.
     """
 
     def __init__(self, context: zmq.Context, keys: Keys):
@@ -177,7 +177,7 @@ class Gate:
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind(ZAP_ENDPOINT)
-        self.refused = 0  # Handshakes.
+        self.refused = 0  # Number of refused handshakes.
         # Becomes readable when there is something to handle.
         self.fileno = cast(int, self._socket.get(zmq.FD))
 
@@ -243,7 +243,7 @@ def connect_address(addr: str | int) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Returns a port of an interface, by default loopback, that nobody listens at."""
+    """Returns an unused port of an interface, by default of loopback."""
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
     with sockets.socket(family) as probe:
         probe.bind((host, 0))
@@ -251,9 +251,10 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def own_addresses(addr: str, look_up: bool) -> list[str]:
-    """Addresses of this machine at which a server may listen that is called `addr`.
+    """Returns addresses of this machine at which a server known as `addr` may listen.
 
-    None if that is another machine: it may have a server at the same port.
+    Empty if `addr` is another machine, which may have a server at the same port, or a
+    host name that cannot be resolved or, without `look_up`, may not be.
     """
     host, port = parse_address(addr)
     try:
@@ -265,7 +266,7 @@ def own_addresses(addr: str, look_up: bool) -> list[str]:
             probe.bind((host.strip("[]"), 0))  # Fails for other machines' addresses.
     except (OSError, ValueError):
         return []
-    return [f"{host}:{port}", f"{EVERYWHERE[0]}:{port}"]
+    return [f"{host}:{port}", f"{WILDCARDS[0]}:{port}"]
 
 
 def resolve(host: str) -> str:

@@ -1,12 +1,13 @@
 """A server whose methods get the calls of many clients as one batch. Any process.
 
-A batch counts env rows. It goes out when it has enough rows, when every registered
-env slot of its group is in it, or when its first row has waited long enough; while
-all workers are busy it keeps growing. Calls of one kind of rows, and of one group,
-share a batch; a call of another shape harms only itself.
+The size of a batch is its number of env rows. A batch goes out when it has enough rows,
+when it has a row for every registered env slot of its group, or when its first row has
+waited long enough; while all workers are busy it keeps growing. Calls share a batch if
+their rows have the same structure and group. Calls of another structure go into other
+batches, so that a wrong one does not fail the rest.
 
-The loop thread fills batches; workers take them. One lock guards both. Batches of a
-function that is quick are run by the loop thread.
+The loop thread fills batches; workers take them. One lock guards both. The loop thread
+runs the batches of quick functions itself.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embodied.rpc import buffers, structures, wire
+from embodied.rpc import buffers, wire
 from embodied.rpc.buffers import BatchBuffer
 from embodied.rpc.links import Link
 from embodied.rpc.server import Job, Method, PendingCall, Server
 from embodied.rpc.sessions import ClientSession
-from embodied.rpc.structures import ArrayType, Spec
+from embodied.rpc.wire import ArrayType, Spec, seq_of, split_at_seq
 
-MAX_ROUTES = 512  # Headers whose check is remembered.
+MAX_ROUTES = 512  # Call headers whose kind of rows is cached.
 MAX_SPARE = 4  # Buffers that are kept for each kind of rows.
-MAX_CACHED = 64  # Calls of a client that look different; it has a block for each open.
+MAX_CACHED = 64  # Frames cached per link; they differ by block, one for each open call.
 QUICK_SECONDS = 1e-3  # The longest run that counts as quick.
-QUICK_RUNS = 8  # So many make it worth while to wake nobody for the next.
+QUICK_RUNS = 8  # Score from which the loop thread runs a function itself.
 
 
 class RowKind(NamedTuple):
-    """Rows of one structure, and buffers that earlier batches have left."""
+    """One structure of rows, and the spare buffers of earlier batches."""
 
-    columns: Spec  # Of the rows of a whole batch.
-    group: int | None  # Which array has the group, if there are groups.
+    columns: Spec  # Spec of a full batch, arrays [limit, ...].
+    group: int | None  # Index of the array with the group; None without groups.
     spare: deque[BatchBuffer]
 
 
 class Batch(Job):
-    """Rows of one kind and group, no more than its buffers have room for."""
+    """A batch of rows of one kind and group, at most as many as its buffer holds."""
 
     def __init__(self, method: Method, key: tuple, buffer: BatchBuffer):
         super().__init__(method, [])
@@ -54,7 +55,7 @@ class Batch(Job):
         self.stacked = False  # Whether one of its calls is a stack.
 
     def add(self, call: PendingCall, arrays: list[np.ndarray]) -> None:
-        """Takes in a call, and copies its rows."""
+        """Adds a call and copies its rows into the buffer."""
         self.rows = call.start + (call.rows or 1)
         self.buffer.put(call.start, self.rows, arrays)
         self.stacked = self.stacked or call.rows > 0
@@ -66,13 +67,15 @@ class Batch(Job):
 
 
 class Batching:
-    """The rules by which a method is batched, and the batches that are being filled.
+    """The batching rules of one method, and its batches that are not dispatched yet.
 
     Args:
       size: rows that make a batch ready.
-      limit: rows up to which it grows while all workers are busy.
-      timeout: seconds that a row waits for others.
-      group: key of the call's dict whose value keeps batches apart, or None.
+      limit: maximum rows of a batch, which grows beyond `size` while all workers are
+        busy.
+      timeout: seconds that the first row of a batch waits for others.
+      group: key of the call's dict; rows with different values of it are not batched
+        together. None for no groups.
       workers: batches that may run at the same time.
     """
 
@@ -84,27 +87,27 @@ class Batching:
         self.timeout = timeout
         self.group = group
         self.idle = workers
-        self._quick = 0  # Rises with every run that was quick, and falls faster.
+        self._quick = 0  # Score: up by 1 after a quick run, down by more after others.
         self.filling: dict[tuple[Spec, Any], Batch] = {}
         self.full: list[Batch] = []
         self._routes: dict[tuple[Spec, int], RowKind] = {}
         self._kinds: dict[bytes, RowKind] = {}
 
     def route(self, spec: Spec, rows: int) -> RowKind:
-        """Returns what kind of rows a call has. The loop thread, without the lock.
+        """Returns the kind of a call's rows. Loop thread only; does not need the lock.
 
         Raises:
-          wire.WireError: the call is not one that can be batched.
+          wire.WireError: the call cannot be batched.
         """
         kind = self._routes.get((spec, rows))
         if kind is None:
             self._check(spec, rows)
             if len(self._routes) >= MAX_ROUTES:
-                # A batch that is being filled keeps its kind, and goes out in time.
+                # Batches being filled keep their kind, and go out when they are due.
                 self._routes.clear()
                 self._kinds.clear()
             columns = reshape(spec, lambda row: (self.limit, *row), rows > 0)
-            encoded, _ = structures.flatten("", columns)
+            encoded, _ = wire.flatten("", columns)
             kind = self._kinds.get(encoded)
             if kind is None:
                 group = self._find_group(spec.tree)
@@ -114,7 +117,7 @@ class Batching:
         return kind
 
     def batch(self, method: Method, kind: RowKind, group: Any, rows: int) -> Batch:
-        """Returns the batch that takes in so many more rows."""
+        """Returns a batch with room for `rows` more rows, if need be a new one."""
         key = (kind.columns, group)
         batch = self.filling.get(key)
         if batch is not None:
@@ -128,10 +131,10 @@ class Batching:
         return batch
 
     def next(self, slots: Callable[[Any], int]) -> Batch | None:
-        """Takes out a batch that is ready, if there is one.
+        """Removes and returns a batch that is ready, or returns None.
 
         Args:
-          slots: says how many env slots a group has.
+          slots: returns the number of env slots of a group.
         """
         if self.full:
             return self.full.pop(0)
@@ -144,7 +147,7 @@ class Batching:
         return None
 
     def end(self, seconds: float) -> None:
-        """Takes note of how long a batch took to run, and that its worker is idle."""
+        """Records how long a batch took to run, and that its worker is idle again."""
         self.idle += 1
         if seconds < QUICK_SECONDS:
             self._quick = min(self._quick + 1, 2 * QUICK_RUNS)
@@ -153,16 +156,17 @@ class Batching:
 
     @property
     def quick(self) -> bool:
-        """True if to wake another thread takes longer than to run a batch."""
+        """True if running a batch takes less time than waking another thread."""
         return self._quick >= QUICK_RUNS
 
     def due(self, now: float) -> float:
-        """Returns when the next batch has waited long enough.
+        """Returns the earliest deadline, in seconds of `time.monotonic`.
 
-        One that has already, and is still here, goes to the next worker that is done.
+        While no worker is idle, a batch past its deadline is left out: it goes to the
+        next idle one.
         """
         deadlines = [batch.deadline for batch in self.filling.values()]
-        return min((x for x in deadlines if x > now), default=math.inf)
+        return min((x for x in deadlines if self.idle or x > now), default=math.inf)
 
     def _check(self, spec: Spec, rows: int) -> None:
         if spec.plain:
@@ -189,7 +193,7 @@ class Batching:
 
 
 class CachedCall(NamedTuple):
-    """Cached routing of a call, for the next ones that look alike."""
+    """Routing of a call, cached for later calls whose frames differ only in number."""
 
     method: Method
     kind: RowKind
@@ -227,11 +231,12 @@ class BatchServer(Server):
         timeout: float = 0.05,
         group: str | None = None,
     ) -> None:
-        """Offers a function; with `batch` rows, it gets the calls of many at once.
+        """Offers a function; with `batch` rows, it gets the rows of many calls at once.
 
         A batched function takes arrays [n, ...] with n up to `limit` and returns
-        arrays [n, ...], of which every client gets its rows. The other arguments are
-        those of `Server.bind` and `Batching`.
+        arrays [n, ...], of which every client gets its rows. `batch` is the `size` of
+        `Batching`, and the default of `limit`. The other arguments are those of
+        `Server.bind` and `Batching`.
         """
         if not batch:
             super().bind(name, workfn, postfn, workers, schema)
@@ -289,19 +294,19 @@ class BatchServer(Server):
             cached = session.link.cached
             if len(cached) >= MAX_CACHED:
                 cached.clear()
-            cached[wire.around_seq(message.frame)] = call
+            cached[split_at_seq(message.frame)] = call
 
     def _receive(self, link: Link, frame: Any) -> None:
-        # Calls of one client mostly differ in their number and in what lies in the
-        # shared memory. What was found out about the bytes of one holds for the next.
-        call = link.cached.get(wire.around_seq(frame)) if link.cached else None
+        # Calls of one client mostly differ only in their number and in the contents of
+        # shared memory, so that the routing of one call's bytes holds for the next.
+        call = link.cached.get(split_at_seq(frame)) if link.cached else None
         session = link.session
         if call is None or session.away or session.link is not link:
             super()._receive(link, frame)
             return
         session.heard = time.monotonic()
-        self._statistics.counts["received_bytes"] += call.nbytes + len(frame)
-        seq = wire.seq_of(frame)
+        self._counts["received_bytes"] += call.nbytes + len(frame)
+        seq = seq_of(frame)
         try:
             if self._begin(session, seq, ()):
                 self._take_in(session, seq, call)
@@ -327,13 +332,13 @@ class BatchServer(Server):
             )
 
     def _after_receive(self) -> None:
-        while (batch := self._next_own()) is not None:
+        while (batch := self._next_for_loop()) is not None:
             if not self._loop.run(self._run_own, batch):
                 with self._batch_lock:
                     self._dispatch(batch.method)
                 return
 
-    def _next_own(self) -> Batch | None:
+    def _next_for_loop(self) -> Batch | None:
         """Gives ready batches to workers, and returns one for the loop thread."""
         with self._batch_lock:
             for method in self._batched:
@@ -353,9 +358,9 @@ class BatchServer(Server):
         """Gives ready batches to idle workers.
 
         Args:
-          method: whose batches.
-          leads: whether this is the loop thread. It runs the batches of a function
-            that is quick, and the first of them is returned.
+          method: the method whose batches are given out.
+          leads: whether the caller is the loop thread, which runs the batches of a
+            quick function itself: the first of them is returned instead.
         """
         batching: Batching = method.batching
         while batching.idle and (batch := batching.next(self.sessions.slots)):
@@ -383,7 +388,7 @@ class BatchServer(Server):
         try:
             self._run_batch(batch)
         except Exception:
-            self._internal_error()  # The loop has others to serve.
+            self._internal_error()  # The loop must go on for other clients.
 
     def _run_batch(self, batch: Batch) -> None:
         started = time.perf_counter()
@@ -396,7 +401,7 @@ class BatchServer(Server):
                 self._fill[1] += batch.rows
 
     def _encode(self, job: Job, result: Any) -> list[bytes]:
-        """Returns the rows of each call."""
+        """Returns the reply frame of each call, with its rows of the result."""
         if not isinstance(job, Batch):
             return super()._encode(job, result)
         whole, arrays = self._codec.flatten("", [result])
@@ -412,7 +417,7 @@ class BatchServer(Server):
         small = single.nbytes < buffers.THRESHOLD <= self._codec.max_bytes
         if small and not job.stacked:
             places = [(call.seq, call.start) for call in job.calls]
-            return wire.row_frames(wire.REPLY, single, arrays, places)
+            return row_frames(single, arrays, places)
         frames = []
         for call in job.calls:
             stop = call.start + call.rows
@@ -425,25 +430,45 @@ class BatchServer(Server):
         return frames
 
     def _spec_of_rows(self, whole: Spec, rows: int) -> Spec:
-        """Returns the header of some rows of a result; without a stack for 0."""
+        """Returns the header of `rows` rows of a result; 0 means one row, unstacked."""
         spec = self._row_specs.get((whole, rows))
         if spec is None:
             stack = (rows,) if rows else ()
             tree = reshape(whole, lambda row: (*stack, *row), stacked=True)
-            spec = self._codec.find(structures.flatten("", tree)[0])
-            wire.keep(self._row_specs, (whole, rows), spec)
+            spec = self._codec.find(wire.flatten("", tree)[0])
+            wire.cache_spec(self._row_specs, (whole, rows), spec)
         return spec
 
 
 def reshape(spec: Spec, function: Callable[[tuple], tuple], stacked: bool) -> Any:
-    """Returns data with other shapes, made of the shape of one row.
+    """Returns the data of a header, with array shapes derived from those of one row.
 
     Args:
       spec: header of the data.
-      function: returns the new shape of an array.
-      stacked: whether the arrays are stacks of rows, or one row.
+      function: maps the shape of one row to the new shape of its array.
+      stacked: whether the arrays of `spec` are stacks of rows rather than one row.
     """
-    return structures.map_arrays(
+    return wire.map_arrays(
         lambda array: ArrayType(array.dtype, function(array.shape[stacked:])),
         spec.tree,
     )
+
+
+def row_frames(
+    spec: Spec, arrays: list[np.ndarray], places: list[tuple[int, int]]
+) -> list[bytes]:
+    """Builds a reply for each (number, index), with one row of stacked arrays."""
+    count = len(arrays[0]) if arrays else 0
+    payload = np.zeros((count, spec.nbytes), np.uint8)
+    for array, leaf in zip(arrays, spec.leaves):
+        if leaf.nbytes:
+            rows = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            end = leaf.offset + leaf.nbytes
+            payload[:, leaf.offset : end] = rows.reshape(count, leaf.nbytes)
+    head, tail = split_at_seq(wire.encode(wire.REPLY, 0, spec, []))
+    tail += bytes(-(wire.PRELUDE.size + len(tail)) % wire.ALIGN)
+    size, whole, number = spec.nbytes, payload.tobytes(), wire.SEQ.pack
+    return [
+        head + number(seq) + tail + whole[index * size : (index + 1) * size]
+        for seq, index in places
+    ]

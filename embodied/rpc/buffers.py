@@ -1,11 +1,11 @@
-"""Memory that is used again: shared by two processes of one host, and of batches.
+"""Reusable memory: blocks shared by two processes, and batch buffers. Any process.
 
 A client owns blocks of anonymous memory (memfd). It writes a request's arrays into one
 and offers another for the reply. It passes the descriptor of a block over its local
 link before the first use; the server maps the block and never allocates any. A block
 has no name, so the kernel frees it when the last of the two processes unmaps it or
-dies. Its size is sealed, so that neither side can make the other read past its end;
-what is in it is only array bytes, never structure.
+dies. Its size is sealed, so that neither side can make the other read past its end. It
+holds only array bytes, never structure.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from typing import Any
 import numpy as np
 
 from embodied.rpc import wire
-from embodied.rpc.structures import Spec, WireError
+from embodied.rpc.wire import Spec, WireError
 
 AVAILABLE = hasattr(os, "memfd_create")
-THRESHOLD = 4096  # Bytes of arrays from which memory is faster than the frame.
+THRESHOLD = 4096  # Bytes of arrays from which shared memory is faster than the frame.
 NAME = "embodied-bulk"
-MAX_TARGETS = 256  # Places of rows that a buffer of batches remembers.
+MAX_TARGETS = 256  # Row ranges whose views a `BatchBuffer` caches.
 MAX_OWN = 4 << 30  # Bytes of a client's blocks.
 _EVERYTHING = itertools.repeat(...)
 _SET: Any = operator.setitem
-# Keeps weak references of leases, as `weakref.finalize` does, at half its cost.
+_PACK_SEQ = wire.SEQ.pack
+# Keeps the weak references of leases alive, at half the cost of `weakref.finalize`.
 _LEASES: dict[int, Any] = {}
 _SEALS = 0
 if AVAILABLE:
@@ -40,18 +41,18 @@ if AVAILABLE:
 
 
 class Memory:
-    """New anonymous memory whose size cannot change; closed when nobody refers to it.
+    """New anonymous memory of a fixed size; closed when no reference is left.
 
     Raises:
-      OSError: there is not as much.
+      OSError: there is not enough memory, or no descriptor left.
     """
 
     __slots__ = ("fileno",)
 
     def __init__(self, size: int):
         self.fileno = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # Reserving the pages here turns a full memory into an error, where it would
-        # later be a fatal signal.
+        # Reserves the pages now, so that a lack of memory raises an error here and is
+        # not a fatal signal later.
         os.posix_fallocate(self.fileno, 0, size)
         fcntl.fcntl(self.fileno, fcntl.F_ADD_SEALS, _SEALS)
 
@@ -64,7 +65,7 @@ def memory_size(descriptor: int, limit: int) -> int:
     """Returns the size of memory that another process has made.
 
     Raises:
-      WireError: it is no memory of a size that cannot change, or too large.
+      WireError: it is not memory of a sealed size, is empty, or is over the limit.
     """
     try:
         # Files and devices have no seals, and reading them could block.
@@ -75,21 +76,22 @@ def memory_size(descriptor: int, limit: int) -> int:
         raise WireError("a descriptor is not sealed shared memory")
     size = os.fstat(descriptor).st_size
     if not 0 < size <= limit:
-        raise WireError(f"shared memory of {size} bytes is over the limit")
+        raise WireError(f"shared memory of {size} bytes is empty or over the limit")
     return size
 
 
 def lease(memory: Any, owner: Any, spare: deque) -> np.ndarray:
-    """Returns an array of the memory's bytes; when it is gone, its owner is spare.
+    """Returns an array of the memory's bytes; once it is freed, its owner is spare.
 
-    NumPy arrays keep the array that they were made of alive, through all views and
-    slices. Nothing rests on when the last of them ends: until then the memory is not
-    used again. The memory must not be that of an array, to which views would refer.
+    A NumPy view keeps the array it was made from alive, through all further views and
+    slices. So the memory is not reused before the last of them is gone, however late
+    that is. The memory must not be a NumPy array itself: views would keep that array
+    alive instead of the returned one.
 
     Args:
-      memory: a buffer.
-      owner: what it belongs to.
-      spare: where the owner goes, from any thread.
+      memory: a buffer that is not an array.
+      owner: the object that owns the memory.
+      spare: where the owner is appended, from any thread.
     """
     whole = np.frombuffer(memory, np.uint8)
 
@@ -103,13 +105,13 @@ def lease(memory: Any, owner: Any, spare: deque) -> np.ndarray:
 
 
 def copy_into(targets: list[np.ndarray], arrays: list[np.ndarray]) -> None:
-    """Copies arrays to where they belong; large ones let other threads run."""
-    # A loop in C: `target[...] = array` for each; none returns anything.
+    """Copies arrays into their targets; large copies release the GIL."""
+    # A loop in C of `target[...] = array`. Each returns None, so `any` runs them all.
     any(map(_SET, targets, _EVERYTHING, arrays))
 
 
 class Block:
-    """One piece of memory that this process owns.
+    """A block of shared memory that this process owns.
 
     Attributes:
       number: tells the blocks of one client apart.
@@ -123,7 +125,7 @@ class Block:
         self._spare = spare  # Where unused blocks of this size wait.
         self.memory = Memory(size)
         self.pages = mmap.mmap(self.memory.fileno, size)
-        # Of the last request: its header and rows, its arrays here, and its frame.
+        # Of the last request: (header, rows), views of its arrays, parts of its frame.
         self._use: tuple[Spec | None, int] = (None, 0)
         self._arrays: list[np.ndarray] = []
         self._parts = b"", b""
@@ -133,23 +135,27 @@ class Block:
         self._spare.append(self)
 
     def leased(self) -> np.ndarray:
-        """Returns a buffer of its bytes; the block is free when that is gone."""
+        """Returns an array of its bytes; once that is freed, the block is spare."""
         return lease(self.pages, self, self._spare)
 
     def fill(self, spec: Spec, arrays: list[np.ndarray], rows: int) -> None:
-        """Copies the arguments of a call to where they belong."""
-        if (spec, rows) != self._use:  # It mostly has the same use again.
+        """Copies the arguments of a call into the block."""
+        if (spec, rows) != self._use:  # A block mostly has the same use again.
             self._use = (spec, rows)
             self._arrays = spec.views(self.pages)
             frame = wire.encode(
                 wire.CALL, 0, spec, [], rows, self.number, in_memory=True
             )
-            self._parts = wire.around_seq(frame)
+            self._parts = wire.split_at_seq(frame)
         any(map(_SET, self._arrays, _EVERYTHING, arrays))  # As in `copy_into`.
 
     def frame(self, seq: int) -> bytes:
-        """Returns the frame of the call that was filled in, if no other is open."""
-        return self._parts[0] + wire.SEQ.pack(seq) + self._parts[1]
+        """Returns the frame of the filled call, if it is the only open one.
+
+        The frame lists no other open calls and offers no block for the reply.
+        """
+        head, tail = self._parts
+        return head + _PACK_SEQ(seq) + tail
 
 
 class Arena:
@@ -163,12 +169,12 @@ class Arena:
         self._total = 0
         self._count = 0
         self._spare: dict[int, deque[Block]] = {}
-        self._lock = threading.Lock()  # Held to make blocks.
+        self._lock = threading.Lock()  # Held to make blocks and to close.
 
     def allocate(self, size: int) -> Block | None:
-        """Returns a block, of `structures.block_bytes`; None if memory is short."""
+        """Returns a block of a `wire.block_bytes` size; None if memory is short."""
         try:
-            return self._spare[size].pop()  # The last one: it is still in the caches.
+            return self._spare[size].pop()  # The last one: its bytes are still cached.
         except (KeyError, IndexError):
             return self._make(size)
 
@@ -186,7 +192,7 @@ class Arena:
             return block
 
     def close(self) -> None:
-        """Frees the blocks that are not in use; the others go with who uses them."""
+        """Frees the unused blocks; the others are freed when their users are gone."""
         with self._lock:
             for spare in self._spare.values():
                 spare.clear()
@@ -194,7 +200,7 @@ class Arena:
 
 
 class PeerMemory:
-    """Blocks of another process, which it has passed over a link.
+    """Blocks that another process has passed over a link.
 
     Owned by the thread that receives from the link; worker threads read and write the
     memory that it hands out.
@@ -207,14 +213,15 @@ class PeerMemory:
         self._max_blocks = max_blocks
 
     def add(self, number: int, descriptor: int) -> None:
-        """Maps a block under its number; the descriptor is the caller's to close.
+        """Maps a block under its number; the caller closes the descriptor.
 
         Raises:
-          WireError: it is not a sealed block, or there are too many.
+          WireError: it is not a sealed block, its number is 0 or in use, there are too
+            many blocks or bytes, or it cannot be mapped.
         """
         size = memory_size(descriptor, self._limit - self._total)
         if number in self._blocks or not number:
-            raise WireError(f"a block of shared memory has the number {number}")
+            raise WireError(f"the number {number} of a block is 0 or in use")
         if len(self._blocks) >= self._max_blocks:
             raise WireError("the client has too many blocks of shared memory")
         try:
@@ -228,7 +235,7 @@ class PeerMemory:
         """Returns the memory of a block.
 
         Raises:
-          WireError: there is none of that number, or with room for so many bytes.
+          WireError: no block has that number, or it is smaller than `nbytes`.
         """
         pages = self._blocks.get(number)
         if pages is None:
@@ -242,11 +249,11 @@ class BatchBuffer:
     """Memory for the rows of one batch: a column [capacity, ...] for each array.
 
     It belongs to a batch until the last array that refers to it is gone, so that a
-    function may keep what it was given. Then it is a spare one, for another batch.
+    function may keep its arguments. Then it is spare, for another batch.
 
     Args:
-      spec: of all columns.
-      spare: where it goes when it is free, from any thread.
+      spec: header of all columns.
+      spare: where it is appended when it is free, from any thread.
     """
 
     def __init__(self, spec: Spec, spare: deque[BatchBuffer]):
@@ -257,7 +264,7 @@ class BatchBuffer:
         self._targets: dict[tuple[int, int], list[np.ndarray]] = {}
 
     def put(self, start: int, stop: int, arrays: list[np.ndarray]) -> None:
-        """Copies the rows of a call to where they belong."""
+        """Copies the rows of a call into the rows from `start` to before `stop`."""
         targets = self._targets.get((start, stop))
         if targets is None:
             if len(self._targets) >= MAX_TARGETS:
@@ -267,6 +274,6 @@ class BatchBuffer:
         any(map(_SET, targets, _EVERYTHING, arrays))  # As in `copy_into`.
 
     def build(self, rows: int) -> Any:
-        """Hands out the first rows of all columns, as data; once for each batch."""
+        """Returns the first rows of all columns, as data. Called once per batch."""
         columns = self._spec.views(lease(self._memory, self, self._spare))
         return self._spec.combine([column[:rows] for column in columns])

@@ -1,4 +1,4 @@
-"""Calls of a client: their results, their errors and their counts. Any process."""
+"""Futures of a client's calls, their errors, and call statistics. Any process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from embodied.rpc.buffers import Block
 
 log = logging.getLogger("embodied.rpc")
 
-PENDING, DONE, FAILED = range(3)  # The first is False.
+PENDING, DONE, FAILED = range(3)  # PENDING is falsy.
 
 
 class Unanswered(Exception):
-    """Raised by a bound function that ends before it can answer.
+    """Raised by a bound function that has to end before it can answer.
 
-    The caller hears nothing from this server. Its call fails with Disconnected when the
-    server that comes next welcomes it.
+    The caller gets no answer from this server. Its call fails with Disconnected when
+    the next server welcomes the client.
     """
 
 
@@ -34,10 +34,11 @@ class RemoteError(RuntimeError):
     """The server answered with an error.
 
     Attributes:
-      kind: 'exception' if the method raised, 'bad' if the request was refused.
+      kind: 'exception' if the method raised, 'bad' if the request was refused,
+        'credits' if too many calls were open, 'hello' if the client was refused.
       type: name of the exception's type on the server.
       message: the text alone, without the traceback.
-      traceback: its text there.
+      traceback: text of the traceback on the server.
     """
 
     def __init__(self, kind: str, message: str, type: str = "", traceback: str = ""):
@@ -57,34 +58,35 @@ class Receiver(Protocol):
     """The receiver of the answers to calls: a client."""
 
     def wait_for(self, future: Future, timeout: float | None) -> None:
-        """Receives in the calling thread until a future is done, or time is over."""
+        """Receives until a future is done or time is up, unless another thread does."""
 
     def attend(self) -> None:
-        """Receives from now on although nobody waits."""
+        """Receives from now on even while no thread waits for a result."""
 
 
 class Future:
     """A call: its result or its error, and what is needed to send it again.
 
-    `result` gives the same answer however often and from however many threads it is
-    asked. The thread that receives the answer completes it, once.
+    `result` may be called repeatedly and by several threads; it gives the same answer.
+    A future is completed once, by the thread that receives the answer or that fails the
+    client's calls.
 
     Args:
-      method: of the server.
-      addr: of the server.
-      receiver: the client.
+      method: name of the server's method.
+      addr: address of the server.
+      receiver: the client that makes the call.
     """
 
-    # Guards the change of state and the two below, of all futures: it is held for a
-    # moment only, and one for each would be most of what a future costs.
+    # Guards changes of state and of the next two attributes, for all futures: it is
+    # held only briefly, and a lock for each would be most of the cost of a future.
     _lock = threading.Lock()
     _event: threading.Event | None = None
     _callbacks: tuple[Callable[[Future], None], ...] = ()
-    state = PENDING  # For the client, which looks at it often, as are the next.
+    state = PENDING  # For the client, which reads it often, like the next four.
     frame: bytes = b""
-    sent = False  # Whether a server may have got it.
-    request: Block | None = None  # Where the arguments lie.
-    reply: Block | None = None  # Where the reply may be put.
+    sent = False  # Whether a server may have received the call.
+    request: Block | None = None  # Holds the arguments.
+    reply: Block | None = None  # Offered to the server for the reply.
     _value: Any = None
 
     def __init__(self, method: str, addr: str, receiver: Receiver):
@@ -100,7 +102,7 @@ class Future:
         return self.state != PENDING
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it is done; False if it is not in time."""
+        """Waits until the call is done; False if it is not done in time."""
         if self.state == PENDING:
             self._receiver.wait_for(self, timeout)
         return self.state != PENDING
@@ -109,7 +111,7 @@ class Future:
         """Returns the result, or raises the call's error.
 
         Raises:
-          TimeoutError: it was not done in time; asking again later is fine.
+          TimeoutError: the call was not done in time; `result` may be called again.
         """
         if not self.state:
             self._receiver.wait_for(self, timeout)
@@ -124,7 +126,7 @@ class Future:
         return self._value if self.state == FAILED else None
 
     def add_callback(self, callback: Callable[[Future], None]) -> None:
-        """Calls back when done, from the thread that receives; at once if done."""
+        """Calls back from the thread that completes the call; at once if it is done."""
         with self._lock:
             pending = self.state == PENDING
             if pending:
@@ -141,8 +143,7 @@ class Future:
                 return
             self._value = value
             self.state = state
-            callbacks, self._callbacks = self._callbacks, ()
-            event = self._event
+            callbacks, event = self._callbacks, self._event
         if event is not None:
             event.set()
         for callback in callbacks:
@@ -167,7 +168,7 @@ class Future:
         )
 
     def release(self) -> None:
-        """Gives its memory back, when the server is done with it."""
+        """Gives its blocks back. The server must be done with them."""
         if self.request is not None:
             self.request.free()
             self.request = None
@@ -177,33 +178,33 @@ class Future:
 
 
 class Statistics:
-    """Counts, rates and latencies of a server or client since it was last asked.
+    """Counts, rates and latencies of a server or client.
 
-    Any thread counts, without a lock: an increment that another one overtakes may be
-    lost, which costs nothing but a little precision.
+    Any thread counts, without a lock: of concurrent increments one may be lost, which
+    costs only a little precision. Latencies are those of the latest 1024 calls.
 
     Args:
-      name: of the server or client, for messages.
-      counts: what is counted; 'calls' is among it.
+      name: name of the server or client, for messages.
+      counts: names of the counts, with 'calls' among them.
     """
 
     def __init__(self, name: str, *counts: str):
         self._name = name
         self._since = time.monotonic()
         self.counts = dict.fromkeys(counts, 0)  # Since the start.
-        self._before = dict(self.counts)  # When it was last asked.
+        self._before = dict(self.counts)  # At the last `collect`.
         self.rejected: Counter = Counter()  # By reason, since the start.
         self.latencies: deque[float] = deque(maxlen=1024)
 
     def reject(self, reason: str, text: str) -> None:
-        """Counts a message that is not served, and mentions it now and then."""
+        """Counts a message that is not served, and logs some of them."""
         self.rejected[reason] += 1
         count = self.rejected[reason]
         if count & (count - 1) == 0:  # The 1st, 2nd, 4th, 8th, ...
             log.warning("%s rejected (%s, %d): %s", self._name, reason, count, text)
 
     def collect(self) -> dict[str, float]:
-        """Returns all counts, the call rate and latencies, and starts anew."""
+        """Returns counts and call rate since the last `collect`, and latencies."""
         now, counts = time.monotonic(), dict(self.counts)
         before, self._before = self._before, counts
         duration, self._since = max(1e-9, now - self._since), now

@@ -1,8 +1,8 @@
-"""A client: calls a server's methods, now or ahead of time. Any process.
+"""A client, which calls a server's methods and returns futures. Any process.
 
-Whoever calls sends at once, and whoever waits for a result receives it in that same
-thread, so that a round trip costs no change of threads on this side. The rest is the
-background thread's, see `embodied/rpc/connection.py`.
+The calling thread sends its call, and a thread that waits for a result receives it
+itself, so that a round trip costs no change of threads on this side. A background
+thread does the rest; see `embodied/rpc/connection.py`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import secrets
 import threading
-import time
+from time import perf_counter
 from typing import Any
 
 from embodied.rpc import auth, buffers, links, wire
+from embodied.rpc.buffers import THRESHOLD
 from embodied.rpc.calls import Disconnected, Future, RemoteError
 from embodied.rpc.connection import Connection
 from embodied.rpc.links import Link
@@ -25,8 +26,8 @@ __all__ = ["Client", "Disconnected", "RemoteError"]
 class Caller(Connection):
     """A client's calls.
 
-    `Client` is apart from it because Python looks up the attributes of a class that
-    has `__getattr__` far more slowly. The arguments are those of `Connection`.
+    It is separate from `Client` because Python looks up attributes far more slowly in a
+    class that has `__getattr__`. The arguments are those of `Connection`.
     """
 
     def __init__(self, addr: str | int, hello: dict[str, Any], *args: Any):
@@ -39,7 +40,7 @@ class Caller(Connection):
         self._next = 0
         self._counts = self._statistics.counts
         self._latencies = self._statistics.latencies
-        self.attend = self._turn.attend  # Of `Receiver`.
+        self.attend = self._turn.attend  # The method of `Receiver`.
         self._thread.start()
 
     @property
@@ -48,11 +49,12 @@ class Caller(Connection):
         return self._welcome
 
     def connect(self, timeout: float | None = None) -> None:
-        """Waits until the server is there.
+        """Waits until the server has welcomed this client.
 
         Raises:
-          TimeoutError: it is not, in time.
-          AuthError: it refused this client's key.
+          TimeoutError: it has not within `timeout` seconds.
+          AuthError: the keys of server and client do not match.
+          RemoteError, Disconnected: the server refused this client, or it is closed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._welcome or self._failure, timeout)
@@ -64,37 +66,32 @@ class Caller(Connection):
                 )
 
     def call(self, method: str, *args: Any, rows: int = 0) -> Future:
-        """Calls a method; `rows` says that each array is a stack of so many rows.
+        """Calls a method; with `rows`, each array is a stack of that many rows.
 
         Waits while `maxinflight` calls are open.
 
         Raises:
           WireError: the arguments cannot be sent.
-          Disconnected, AuthError: the client is closed or refused.
+          Disconnected, AuthError, RemoteError: the client is closed or was refused.
         """
         spec, arrays = self._codec.flatten(method, args)
-        nbytes = spec.nbytes
-        limit = self._max_bytes
-        if nbytes > limit or len(spec.encoded) > limit + links.MESSAGE_SLACK:
-            size = max(nbytes, len(spec.encoded))
-            raise wire.WireError(
-                f"Arguments of '{method}' have {size} bytes; the server takes {limit}."
-            )
+        if spec.size > self._max_bytes:
+            self._check_size(spec)
         call = Future(method, self.addr, self)
+        request = reply = None
         arena = self._memory
         if arena is not None:
-            if nbytes >= buffers.THRESHOLD:
-                call.request = arena.allocate(spec.room)
-                if call.request is not None:
-                    call.request.fill(spec, arrays, rows)
+            if spec.nbytes >= THRESHOLD:
+                call.request = request = arena.allocate(spec.room)
+                if request is not None:
+                    request.fill(spec, arrays, rows)
             if method in self._reply_bytes:
-                call.reply = arena.allocate(self._reply_bytes[method])
+                call.reply = reply = arena.allocate(self._reply_bytes[method])
         with self._lock:
             if self._calls or self._failure:
                 self._wait_for_room(call)
             seq = self._next
             self._next = seq + 1
-            request, reply = call.request, call.reply
             if request is not None and reply is None and not self._calls:
                 call.frame = request.frame(seq)  # The commonest case, and the fastest.
             else:
@@ -104,8 +101,8 @@ class Caller(Connection):
                     spec,
                     arrays,
                     rows,
-                    request.number if request else wire.NOWHERE,
-                    reply.number if reply else wire.NOWHERE,
+                    request.number if request else wire.NO_BLOCK,
+                    reply.number if reply else wire.NO_BLOCK,
                     self._calls,
                     in_memory=request is not None,
                 )
@@ -114,11 +111,11 @@ class Caller(Connection):
             self._calls[seq] = call
             if self._welcome:
                 self._transmit(call)
-            self._counts["sent_bytes"] += nbytes
+            self._counts["sent_bytes"] += spec.nbytes
         return call
 
     def stats(self) -> dict[str, float]:
-        """Counts since the last call, open calls, and latencies in seconds."""
+        """Returns counts since the last `stats`, open calls, and latencies in s."""
         self._counts["calls"] = self._next
         return {
             **self._statistics.collect(),
@@ -126,7 +123,7 @@ class Caller(Connection):
         }
 
     def totals(self) -> dict[str, float]:
-        """Like `stats`, with counts since the start; the next `stats` is as without."""
+        """Like `stats`, with counts since the start; does not affect `stats`."""
         self._counts["calls"] = self._next
         return {**self._statistics.totals(), "inflight": len(self._calls)}
 
@@ -143,8 +140,16 @@ class Caller(Connection):
 
     # The calling threads.
 
+    def _check_size(self, spec: wire.Spec) -> None:
+        limit = self._max_bytes
+        if spec.nbytes > limit or spec.size > limit + links.MESSAGE_SLACK:
+            raise wire.WireError(
+                f"Arguments of '{spec.method}' have {spec.size} bytes; the server "
+                f"takes {limit}."
+            )
+
     def _wait_for_room(self, call: Future) -> None:
-        """Waits until fewer than `maxinflight` calls are open. Holds the lock."""
+        """Waits while `maxinflight` calls are open. The caller holds the lock."""
         self._waiting += 1
         try:
             while len(self._calls) >= self.maxinflight and not self._failure:
@@ -157,10 +162,10 @@ class Caller(Connection):
             raise self._failure
 
     def _transmit(self, call: Future) -> None:
-        """Sends a call, and its memory before that. Holds the lock."""
+        """Sends a call, after passing its blocks. The caller holds the lock."""
         link = self._link
         if link is None:
-            return  # It has just ended; the next one gets all open calls.
+            return  # The link has ended; the next one gets all open calls.
         call.sent = True
         request, reply = call.request, call.reply
         if request is not None and request.shared is not link:
@@ -170,7 +175,7 @@ class Caller(Connection):
         link.send(call.frame)
 
     def _pass_memory(self, call: Future, block: buffers.Block, link: Link) -> None:
-        """Lets the server have a block, or else all that is in it."""
+        """Passes a block to the server, or else its contents in the frame."""
         if isinstance(link, links.LocalLink):
             link.share(block)
         else:
@@ -188,17 +193,17 @@ class Caller(Connection):
         )
 
     def wait_for(self, future: Future, timeout: float | None) -> None:
-        """Receives until a future is done, or waits for the thread that does."""
+        """Receives until a future is done, or waits for the thread that receives."""
         if self._turn.serve(future, timeout, self._receive):
             if self._calls:
-                self.attend()  # Whoever waits for those was told to sleep.
+                self.attend()  # The background thread may sleep; those need it.
             return
         future.block(timeout)
 
     # Any thread that receives.
 
     def _answer(self, message: wire.Message) -> None:
-        # Faster than by their names.
+        # Faster than access by name.
         kind, flags, _, seq, spec, _, _, _, source, start = message
         with self._lock:
             call = self._calls.pop(seq, None)
@@ -206,24 +211,25 @@ class Caller(Connection):
                 return  # The answer to a call that was sent twice.
             if self._waiting:
                 self._changed.notify()
-        self._counts["replies"] += 1
-        self._counts["received_bytes"] += spec.nbytes
-        self._latencies.append(time.perf_counter() - call.started)
-        if spec.nbytes >= buffers.THRESHOLD:
+        counts = self._counts
+        counts["replies"] += 1
+        counts["received_bytes"] += spec.nbytes
+        self._latencies.append(perf_counter() - call.started)
+        if spec.nbytes >= THRESHOLD:
             self._reply_bytes[call.method] = spec.room
         if flags & wire.IN_MEMORY:
-            # It is kept until the last array of the reply is gone.
+            # The block stays in use until the last array of the reply is gone.
             block, call.reply = call.reply, None
             if block is None or block.size < spec.nbytes:
                 call.set_error(wire.WireError("a reply in memory that was not offered"))
                 return
             source, start = block.leased(), 0
         call.release()
-        (tree,) = spec.build(source, start)
+        (tree,) = spec.combine(spec.views(source, start))
         if kind == wire.REPLY:
             call.set_result(tree)
         else:
-            self._counts["errors"] += 1
+            counts["errors"] += 1
             call.set_error(RemoteError(**tree))
 
     def _fail(self, error: Exception) -> None:
@@ -242,7 +248,7 @@ class Caller(Connection):
         failed: list[Future] = []
         for seq, call in list(self._calls.items()):
             if restarted and call.sent:
-                # Its memory is not reused: the other server may still write there.
+                # Its memory is not reused: the previous server may still write there.
                 failed.append(self._calls.pop(seq))
             else:
                 self._transmit(call)
@@ -263,15 +269,15 @@ class Client:
     Args:
       addr: HOST:PORT or a port of this machine.
       name: shown by the server.
-      maxinflight: open calls; one more waits until a reply has come.
-      autoconn: reconnect and send open calls again. Those that were sent to a server
+      maxinflight: maximum number of open calls; a further call waits for a reply.
+      autoconn: reconnect and send open calls again. Calls that were sent to a server
         that was restarted meanwhile fail, since it is not known whether they were
-        applied. Without it, all fail.
+        applied. Without it, a lost connection fails all open and later calls.
       keys: default: the keys of this user on this machine.
       insecure: no keys, for a server without keys.
       slots: env slots whose rows the server's batches can wait for.
-      group: which batches those rows belong to.
-      info: plain values for the server's owner.
+      group: group of those slots; a batch has rows of one group.
+      info: plain values for the owner of the server, in its session.
       link: 'local' for a socket and shared memory of this host, 'remote' for ZeroMQ,
         'auto' for the first of them that works.
     """
@@ -293,7 +299,9 @@ class Client:
         link: str = "auto",
     ):
         if not 1 <= maxinflight <= MAX_INFLIGHT:
-            raise ValueError(f"maxinflight must be 1..{MAX_INFLIGHT}: {maxinflight}")
+            raise ValueError(
+                f"Expected maxinflight from 1 to {MAX_INFLIGHT}, got {maxinflight}."
+            )
         keys = None if insecure else keys or auth.Keys.default()
         identity = secrets.token_bytes(CLIENT_BYTES)
         hello = make_hello(identity, name, maxinflight, slots, group, info)
@@ -315,19 +323,19 @@ class Client:
         return self._caller.connected
 
     def connect(self, timeout: float | None = None) -> None:
-        """Waits until the server is there; see `Caller.connect`."""
+        """Waits until the server has welcomed this client; see `Caller.connect`."""
         self._caller.connect(timeout)
 
     def call(self, method: str, *args: Any, rows: int = 0) -> Future:
-        """Calls a method, also one with a name like those here; see `Caller.call`."""
+        """Calls a method, even one named like an attribute here; see `Caller.call`."""
         return self._caller.call(method, *args, rows=rows)
 
     def stats(self) -> dict[str, float]:
-        """Counts since the last call, open calls, and latencies in seconds."""
+        """Returns counts since the last `stats`, open calls, and latencies in s."""
         return self._caller.stats()
 
     def totals(self) -> dict[str, float]:
-        """Like `stats`, with counts since the start; the next `stats` is as without."""
+        """Like `stats`, with counts since the start; does not affect `stats`."""
         return self._caller.totals()
 
     def close(self) -> None:

@@ -1,13 +1,14 @@
 """A client's connection: how it is made, kept alive and made again. Any process.
 
-A background thread chooses the link, receives while nobody waits, sends signs of life,
-and says HELLO again after a reconnect. The local link is tried first. Where there is
-none, ZeroMQ waits for the server; once that is there, the local link is tried again,
-since the server of this host may have started meanwhile.
+A background thread chooses the link, receives while no thread waits for a result, sends
+heartbeats, and says HELLO again after a reconnect. The local link is tried first. If
+there is none, ZeroMQ waits for the server; once it is connected, the local link is
+tried again, since a server on this host may have started meanwhile.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -20,43 +21,44 @@ from embodied.rpc.calls import PENDING, Disconnected, Future, RemoteError, Stati
 from embodied.rpc.links import DOWN, UP, Link, LinkEnded, LocalLink
 from embodied.rpc.threads import Wakeup
 
-RETRY_SECONDS = 0.2  # Until a link is tried again, if there was none.
+RETRY_SECONDS = 0.2  # Pause before the next attempt to open a link.
 COUNTS = ("calls", "replies", "errors", "reconnects", "sent_bytes", "received_bytes")
 
 log = logging.getLogger("embodied.rpc")
 
 
 class ReceiveTurn:
-    """Hands the turn to receive to one thread of a client at a time.
+    """Gives the turn to receive to one waiting thread of a client at a time.
 
     A thread that waits for a result takes the turn and polls the link itself. The
-    background thread may wake up beside it once, and then sleeps until somebody needs
-    it: a call beside another, a callback, a look at whether a call is done. One call at
-    a time, waited for, needs it never. What else arrives, it finds when it sends its
-    next heartbeat.
+    background thread receives without the turn, while no thread has it. It may wake up
+    once, and receive, beside a thread that has taken the turn meanwhile; then it sleeps
+    until it is needed: by a second open call, a callback, or a check whether a call is
+    done. A client that makes one call at a time and waits for it never needs it. Any
+    other message is received when the background thread sends its next heartbeat.
     """
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
         self._interrupt = Wakeup()
-        self.control = Wakeup()  # Makes the background thread look around.
+        self.control = Wakeup()  # Wakes the background thread.
         self._wanted = True  # Whether the background thread should listen.
-        self._asleep = False  # Whether it does not.
-        self._lock = threading.Lock()  # Guards what is waited for.
+        self._asleep = False  # Whether it sleeps, or is about to.
+        self._lock = threading.Lock()  # Guards changes of the link and its polls.
         self._link: Link | None = None
         self.watch(None)
 
     def watch(self, link: Link | None) -> None:
-        """Receives from a link, or from nobody, instead of the one before.
+        """Receives from a link, or from none, instead of the previous one.
 
-        The background thread has to look around if another thread does this.
+        Any thread but the background thread has to set `control` afterwards.
         """
         with self._lock:
             self._link = link
             self._wait_for(POLLIN)
 
     def blocked(self, link: Link, blocked: bool) -> None:
-        """Waits, or does not wait any more, for room in a link's socket."""
+        """Starts or stops waiting for room in a link's socket."""
         with self._lock:
             if link is self._link:
                 self._wait_for(POLLIN | POLLOUT if blocked else POLLIN)
@@ -65,8 +67,8 @@ class ReceiveTurn:
 
     def _wait_for(self, events: int) -> None:
         link = self._link
-        # What each thread waits for: the one with the turn, and the background thread
-        # while it listens, and while it sleeps.
+        # One poll for the thread with the turn, one for the background thread while it
+        # listens, and one for the background thread while it sleeps.
         turns, listen, sleep = poll(), poll(), poll()
         turns.register(self._interrupt.fileno(), POLLIN)
         listen.register(self.control.fileno(), POLLIN)
@@ -83,14 +85,14 @@ class ReceiveTurn:
     def serve(
         self, future: Future, timeout: float | None, handle: Callable[[list], None]
     ) -> bool:
-        """Receives until a future is done or time is over; False if another does.
+        """Receives until a future is done or time is up; False if the turn is taken.
+
+        Afterwards it may be that no thread listens until `attend` or `serve` is called.
 
         Args:
           future: what the calling thread waits for.
-          timeout: for how many seconds.
-          handle: called with the descriptors at which something arrived, and events.
-
-        Afterwards nobody may listen until `attend` is called, or the next who waits.
+          timeout: for how many seconds; None for no limit.
+          handle: called with the (descriptor, events) pairs that are ready.
         """
         if not self._turn.acquire(blocking=False):
             return False
@@ -109,7 +111,7 @@ class ReceiveTurn:
         return True
 
     def attend(self) -> None:
-        """Lets the background thread listen while nobody has the turn."""
+        """Makes the background thread listen while no thread has the turn."""
         self._wanted = True
         if self._asleep:
             self._asleep = False
@@ -125,13 +127,13 @@ class ReceiveTurn:
         self._interrupt.set()
 
     def interrupted(self, descriptor: int) -> None:
-        """Takes an interrupt back, if it is what a descriptor stands for."""
+        """Clears the interrupt if this is its descriptor."""
         if descriptor == self._interrupt.fileno():
             self._interrupt.clear()
 
     def background(self, timeout: float) -> list[tuple[int, int]]:
-        """Waits for what is the background thread's; returns where things arrived."""
-        self._asleep = True  # Before the look, so that `attend` is not missed.
+        """Waits as the background thread; returns (descriptor, events) to handle."""
+        self._asleep = True  # Before `_wanted` is read, so as not to miss `attend`.
         if self._wanted and not self.taken:
             self._asleep = False
         (self._sleep if self._asleep else self._listen).poll(timeout * 1000)
@@ -142,13 +144,13 @@ class ReceiveTurn:
     def close(self) -> None:
         """Frees the descriptors. No thread may wait any more."""
         with self._turn:
-            self._asleep = False  # There is nobody to wake any more.
+            self._asleep = False  # No thread is left to wake.
             self._interrupt.close()
             self.control.close()
 
 
 class Connection:
-    """One client's end of a connection. `Client` adds what is done with answers.
+    """One client's end of a connection; `Caller` adds the calls and their answers.
 
     Args:
       addr: HOST:PORT or a port of this machine.
@@ -181,32 +183,33 @@ class Connection:
         self._memory: buffers.Arena | None = None  # While the link can pass it.
         self._max_bytes = self._codec.max_bytes
         self._statistics = Statistics(name, *COUNTS)
-        # Guards the state of the connection, and what the client adds. Sending is
-        # done under it too, so that calls leave in the order of their numbers.
+        # Guards the state of the connection, and the open calls that `Caller` adds. It
+        # is held while sending, so that calls leave in the order of their numbers.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._link: Link | None = None
-        self._greeted = False  # Whether we have said HELLO by this connection.
-        self._welcome = False  # Whether the server knows us.
-        self._linked = False  # Whether it did since the connection was made.
-        self._server = ""  # Identity of the one that welcomed us last.
+        self._greeted = False  # Whether HELLO was sent over this connection.
+        self._welcome = False  # Whether the server knows this client.
+        self._linked = False  # Whether WELCOME came over this connection.
+        self._server = ""  # Identity of the last server that sent WELCOME.
         self._failure: Exception | None = None
         self._heartbeat = 2.0
         self._retry_at = 0.0
+        self._failed = 0  # Links that this process could not open.
         self._turn = ReceiveTurn()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _answer(self, message: wire.Message) -> None:
-        """Takes in the answer to a call."""
+        """Completes the call that a message answers."""
         raise NotImplementedError
 
     def _send_open_calls(self, restarted: bool) -> list[Future]:
-        """Sends the calls that have no answer. Holds the lock.
+        """Sends the calls that have no answer. The caller holds the lock.
 
         Args:
-          restarted: whether the server is another one than before. Calls that were
-            sent to that one are not sent; they are returned.
+          restarted: whether the server is not the previous one. Calls that may have
+            reached the previous one are not sent again, but removed and returned.
         """
         raise NotImplementedError
 
@@ -240,13 +243,13 @@ class Connection:
             elif message.kind == wire.WELCOME:
                 self._welcomed(message.value())
             elif message.kind == wire.STRANGER:
-                self._say_hello()  # The server forgot us, or restarted unnoticed.
+                self._say_hello()  # The server forgot this client, or was restarted.
             elif message.kind == wire.ERROR:
                 error = message.value()
                 text = f"{self.name}: {error['message']}"
                 self._fail(RemoteError(error["kind"], text))
         except wire.WireError as error:
-            log.error("%s: undecodable answer: %s", self.name, error)
+            log.error("%s: an answer cannot be decoded: %s", self.name, error)
 
     def _welcomed(self, welcome: dict) -> None:
         with self._changed:
@@ -300,41 +303,62 @@ class Connection:
     # The background thread.
 
     def _run(self) -> None:
-        next_beat = time.monotonic() + self._heartbeat
-        while not self._closing.is_set():
-            if self._link is None and time.monotonic() >= self._retry_at:
-                self._use(self._open_link())
-            due = next_beat if self._link else min(next_beat, self._retry_at)
-            self._receive(self._turn.background(max(0, due - time.monotonic())))
-            self._handle_events()
-            if self._turn.taken:
-                # It took the turn meanwhile, and may wait for what came here.
-                self._turn.interrupt()
-            now = time.monotonic()
-            if now >= next_beat:
-                next_beat = now + self._heartbeat
-                self._tell(wire.HEARTBEAT)
-                if self._greeted and not self._welcome:
-                    self._say_hello()  # The server may let us in now.
-        self._tell(wire.BYE)
+        try:
+            self._keep_connected()
+        except Exception as error:
+            # Threads that wait would wait for ever: nothing receives any more.
+            log.exception("%s: the connection to %s failed.", self.name, self.addr)
+            text = f"{self.name}: the connection to {self.addr} failed: {error}"
+            self._fail(Disconnected(text))
         with self._lock:
             link, self._link = self._link, None
         if link is not None:
             link.close()
         self._turn.close()
 
+    def _keep_connected(self) -> None:
+        """Opens links, receives and sends heartbeats until the client is closed."""
+        next_beat = time.monotonic() + self._heartbeat
+        while not self._closing.is_set():
+            if self._link is None and time.monotonic() >= self._retry_at:
+                self._use(self._try_to_open())
+            due = next_beat if self._link else min(next_beat, self._retry_at)
+            self._receive(self._turn.background(max(0, due - time.monotonic())))
+            self._handle_events()
+            if self._turn.taken:
+                # A thread took the turn meanwhile, and may wait for what came here.
+                self._turn.interrupt()
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + self._heartbeat
+                self._tell(wire.HEARTBEAT)
+                if self._greeted and not self._welcome:
+                    self._say_hello()  # The server may admit it now.
+        self._tell(wire.BYE)
+
     def _tell(self, kind: int) -> None:
         with self._lock:
             if self._welcome and self._link is not None:
                 self._link.send(self._codec.control(kind))
 
+    def _try_to_open(self) -> Link | None:
+        try:
+            return self._open_link()
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                raise  # The address will not become a valid one.
+            self._failed += 1
+            if self._failed & (self._failed - 1) == 0:  # The 1st, 2nd, 4th, 8th, ...
+                log.warning("%s cannot connect to %s: %s", self.name, self.addr, error)
+            return None
+
     def _open_link(self) -> Link | None:
-        """Opens a link; None if there is nobody yet."""
+        """Opens a link; None if there is no server yet."""
         if self._kind != "remote":
             local = self._open_local(look_up=False)
             if local is not None or self._kind == "local":
                 return local
-        # Not at the top: clients that need no ZeroMQ do not load it.
+        # Imported here, so that clients with a local link do not load this module.
         from embodied.rpc.zmq_links import DealerLink
 
         return DealerLink(self.addr, self._hello["client"], self._keys)
@@ -348,7 +372,7 @@ class Connection:
         return link
 
     def _use(self, link: Link | None) -> None:
-        """Takes a link in place of the one before."""
+        """Replaces the link, or plans the next attempt if there is no new one."""
         if link is None:
             self._retry_at = time.monotonic() + RETRY_SECONDS
             return
@@ -378,7 +402,7 @@ class Connection:
                 )
 
     def _connected(self) -> None:
-        """The server is there by ZeroMQ, so that its local link may be, too."""
+        """Says HELLO once ZeroMQ has connected, by the local link if there is one."""
         local = self._open_local(look_up=True) if self._kind == "auto" else None
         if local is not None:
             self._use(local)

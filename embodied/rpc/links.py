@@ -2,12 +2,13 @@
 
 A client has one link to its server, which it chooses when it connects. On the same host
 that is a Unix socket, in this module; between hosts, or wherever the Unix socket cannot
-be reached, it is ZeroMQ (`embodied/rpc/zmq_links.py`). Nothing above knows which.
+be reached, it is ZeroMQ (`embodied/rpc/zmq_links.py`). The code above treats all links
+alike, except that only local ones pass shared memory and need `flush`.
 
 The Unix socket has an abstract name that follows from the run's key, the address and
 the user. Both ends check each other's user and prove that they have the key. A packet
-is a frame. A frame that is too large for a packet travels in anonymous memory whose
-descriptor is passed, and so do blocks of shared memory.
+holds one frame. A frame that is too large for a packet travels in anonymous memory,
+whose descriptor is passed instead. Blocks of shared memory are passed in the same way.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ LOCAL_AVAILABLE = buffers.AVAILABLE and hasattr(sockets, "SO_PEERCRED")
 MAX_PACKET = 60_000  # Bytes; larger frames travel in memory of their own.
 MAX_BACKLOG = 512  # Packets; above what well-behaved clients can have in flight.
 MAX_UNKNOWN = 256  # Connections that have not proved yet that they have the key.
-MESSAGE_SLACK = 1 << 21  # Bytes of a frame that are not arrays.
-PROVE_SECONDS = 5.0  # In which a new connection has to do so.
+MESSAGE_SLACK = 1 << 21  # Bytes by which a header may exceed the limit of arrays.
+PROVE_SECONDS = 5.0  # Time that a new connection has for this proof.
 ACCEPT_PAUSE = 0.01  # Seconds after an accept that failed, so that it does not spin.
 UP, DOWN, REFUSED = range(3)  # Events of a client's link.
 
 _NONCE_BYTES = 32
 _QUEUE = 512
 _PEER = struct.Struct("3i")
-_HEAD = struct.Struct("<cQ")  # Of a packet with a descriptor: what it is, its number.
+_HEAD = struct.Struct("<cQ")  # Of a packet with a descriptor: kind, number of a block.
 _FRAME, _BLOCK = b"F", b"B"
 _DESCRIPTOR = struct.Struct("i")
 _ANCILLARY = sockets.CMSG_LEN(_DESCRIPTOR.size)  # Room for one descriptor, no more.
@@ -55,6 +56,14 @@ log = logging.getLogger("embodied.rpc")
 OnFrame = Callable[["Link", Any], None]
 
 
+def frame_limit(max_bytes: int) -> int:
+    """Returns the maximum bytes of a frame whose arrays have at most `max_bytes`.
+
+    A header has its slack, and so have the parts of a frame around the two.
+    """
+    return max_bytes + 2 * MESSAGE_SLACK
+
+
 class LinkEnded(ConnectionError):
     """The other side has closed a link, or is gone."""
 
@@ -62,15 +71,19 @@ class LinkEnded(ConnectionError):
 class Link:
     """One end of a connection between a client and a server.
 
-    Any thread may send; one thread at a time receives.
+    Any thread may send. The loop thread of a server receives. At a client, the thread
+    with the turn receives, and the background thread may do so at the same moment; see
+    `connection.ReceiveTurn`.
 
     Attributes:
-      descriptors: readable when a frame may have come. Of clients only, as the next.
+      descriptors: readable when a frame may have come. Used by clients, like the next.
       events_descriptor: readable when an event may have come; -1 for a link that is
         up from the beginning, and ends with LinkEnded.
-      session: of the client, at the server's end, once it has said HELLO.
-      memory: blocks of the client, at the server's end; None if it can pass none.
-      cached: routing of frames whose arrays lie in that memory, by their bytes.
+      session: session of the client, at the server's end, once it was admitted.
+      memory: blocks passed by the client, at the server's end; None if it cannot pass
+        any.
+      cached: routing of calls whose arrays lie in `memory`, by `wire.split_at_seq` of
+        their frames, at the server's end.
     """
 
     descriptors: tuple[int, ...] = ()
@@ -82,11 +95,11 @@ class Link:
         self.cached: dict[tuple[bytes, bytes], Any] = {}
 
     def send(self, frame: bytes) -> bool:
-        """Sends a frame; False where the other side is gone or does not read."""
+        """Sends a frame; False if the other side is gone or does not read."""
         raise NotImplementedError
 
     def receive(self) -> Sequence[Any]:
-        """Returns frames that are there, if any.
+        """Returns frames that have arrived, if any; does not wait.
 
         Raises:
           LinkEnded: there will be no more.
@@ -94,23 +107,25 @@ class Link:
         raise NotImplementedError
 
     def events(self) -> list[tuple[int, str]]:
-        """Returns what happened to a client's link: UP, DOWN or REFUSED, and why."""
+        """Returns new events of a client's link: UP, DOWN or REFUSED, with a reason."""
         return []
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Frees the resources of the link."""
 
 
 class LocalLink(Link):
     """A Unix socket between two processes of one host; the same class at both ends.
 
-    What the socket does not take at once waits here, up to a bound. `on_blocked` is
-    told when something begins or ends to wait; `flush` sends it.
+    Packets that the socket does not take at once wait in a backlog, up to MAX_BACKLOG;
+    one more ends the link. `on_blocked` is called when packets begin or cease to wait;
+    `flush` sends them.
 
     Args:
-      connection: connected, of packets.
-      max_bytes: of a frame that is received.
-      on_blocked: called with the link and whether something waits. Any thread.
+      connection: connected socket of type SOCK_SEQPACKET.
+      max_bytes: maximum bytes of a received frame.
+      on_blocked: called with the link and whether packets wait, from any thread, which
+        holds the lock of the link.
     """
 
     def __init__(
@@ -129,11 +144,11 @@ class LocalLink(Link):
         self.fileno = connection.fileno()
         self.descriptors = (self.fileno,)
         self.memory = buffers.PeerMemory()
-        self._lock = threading.Lock()  # Guards the next.
+        self._lock = threading.Lock()  # Guards changes of the backlog.
         self._backlog: deque[tuple[bytes, buffers.Memory | None]] = deque()
 
     def send(self, frame: bytes) -> bool:
-        """Sends a frame, now or when the socket has room; False if that is over."""
+        """Sends a frame now or when the socket has room; False if the link is over."""
         if self._backlog or len(frame) > MAX_PACKET:
             return self._send_later(frame)
         try:
@@ -158,8 +173,8 @@ class LocalLink(Link):
         except BlockingIOError:
             return ()
         except ConnectionResetError:
-            # The other side has left without reading all. What it sent before is
-            # still there, and the next look finds it, or the end.
+            # The other side has closed without reading everything. What it sent before
+            # is still there, and the next call finds it, or the end.
             return ()
         except OSError:
             raise LinkEnded from None
@@ -170,7 +185,7 @@ class LocalLink(Link):
         return (data,)
 
     def flush(self) -> None:
-        """Sends what waits, as far as the socket takes it."""
+        """Sends waiting packets, as far as the socket takes them."""
         with self._lock:
             while self._backlog:
                 try:
@@ -178,7 +193,7 @@ class LocalLink(Link):
                 except BlockingIOError:
                     return
                 except OSError:
-                    break  # The other side is gone, which `receive` tells.
+                    break  # The other side is gone, which `receive` reports.
                 self._backlog.popleft()
             self._backlog.clear()
             self.on_blocked(self, False)
@@ -211,18 +226,18 @@ class LocalLink(Link):
         return self._put(_HEAD.pack(_FRAME, 0), memory)
 
     def _put(self, packet: bytes, memory: buffers.Memory | None = None) -> bool:
-        """Sends a packet, and memory with it, behind what waits."""
+        """Sends a packet, with memory if given, after those that wait."""
         with self._lock:
             try:
                 if len(self._backlog) >= MAX_BACKLOG:
-                    raise OSError("The other side does not read.")
+                    raise OSError("The peer does not read.")
                 if not self._backlog:
                     self._send_packet(packet, memory)
                     return True
             except BlockingIOError:
                 self.on_blocked(self, True)
             except OSError:
-                self.abort()  # Whatever it is, a new link may do better.
+                self.abort()  # Whatever the reason, a new link may work.
                 return False
             self._backlog.append((packet, memory))
             return True
@@ -236,7 +251,7 @@ class LocalLink(Link):
     def _receive_memory(
         self, data: bytes, ancillary: list[tuple[int, int, bytes]], flags: int
     ) -> Sequence[bytes]:
-        """Takes in what came with a descriptor: a large frame, or a block."""
+        """Handles a packet that came with a descriptor: a large frame, or a block."""
         descriptors = [
             number
             for level, kind, passed in ancillary
@@ -245,7 +260,9 @@ class LocalLink(Link):
         ]
         try:
             if flags & _CUT_OFF or len(descriptors) != 1 or len(data) != _HEAD.size:
-                raise wire.WireError("a packet is too large, or has odd descriptors")
+                raise wire.WireError(
+                    "a packet is too large, or has not exactly one descriptor"
+                )
             assert self.memory is not None
             kind, number = _HEAD.unpack(data)
             if kind != _FRAME:
@@ -266,18 +283,18 @@ class LocalLink(Link):
 
 
 class LocalListener:
-    """A server's end of local links: takes connections in. The server's loop thread.
+    """Accepts the local links of a server. Belongs to the server's loop thread.
 
     Args:
-      addr: numeric, of the server.
-      keys: of the run; None for a server without keys.
-      max_bytes: of a frame.
-      poller: what the server's loop waits with.
+      addr: numeric address of the server.
+      keys: keys of the run; None for a server without keys.
+      max_bytes: maximum bytes of the arrays of a frame.
+      poller: poller of the server's loop.
       on_frame: called with a link and each frame that came.
       on_end: called with a link that has ended.
 
     Raises:
-      OSError: the name is taken.
+      OSError: the name of the socket is taken.
     """
 
     def __init__(
@@ -290,7 +307,7 @@ class LocalListener:
         on_end: Callable[[Link], None],
     ):
         self._key = auth.local_key(keys)
-        self._max_bytes = max_bytes
+        self._max_bytes = frame_limit(max_bytes)
         self._poller = poller
         self._on_frame = on_frame
         self._on_end = on_end
@@ -315,7 +332,7 @@ class LocalListener:
                 self._forget(connection).close()
 
     def close(self) -> None:
-        """Closes everything."""
+        """Closes all connections and links, after flushing the links."""
         self._poller.remove(self._socket.fileno())
         self._socket.close()
         for connection, _ in list(self._unknown.values()):
@@ -357,7 +374,7 @@ class LocalListener:
             self._poller.add(connection.fileno(), check)
 
     def _check(self, connection: sockets.socket, nonce: bytes, _: int) -> None:
-        """Lets a connection in that proves to have the key."""
+        """Makes a connection a link if it proves that it has the key."""
         try:
             packet = connection.recv(1024)
         except BlockingIOError:
@@ -408,33 +425,35 @@ def connect_local(
     cancel: Wakeup | None = None,
     look_up: bool = False,
 ) -> LocalLink | None:
-    """Opens a client's end of a local link; None where there can be none.
+    """Opens a client's end of a local link; None if the server has none here.
 
     Args:
-      addr: of the server.
-      keys: of the run; None for a server without keys.
-      max_bytes: of a frame.
-      cancel: gives up when it is set.
-      look_up: whether the name of a host may be resolved, which can take its time.
+      addr: address of the server.
+      keys: keys of the run; None for a server without keys.
+      max_bytes: maximum bytes of the arrays of a frame.
+      cancel: ends the attempt when it is set.
+      look_up: whether a host name may be resolved, which can take long.
     """
     if not LOCAL_AVAILABLE:
         return None
     key = auth.local_key(keys)
     for own in auth.own_addresses(addr, look_up):
+        # Outside of the block below: if there is no descriptor left, ZeroMQ, which
+        # needs several, must not be tried.
         connection = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
         try:
             connection.settimeout(PROVE_SECONDS)
             connection.connect(_local_name(own, key))
             if _is_same_user(connection) and _prove(connection, key, cancel):
-                return LocalLink(connection, max_bytes + MESSAGE_SLACK)
+                return LocalLink(connection, frame_limit(max_bytes))
         except OSError:
-            pass  # Nobody has that name, in this network namespace, or it is busy.
+            pass  # No server has that name in this network namespace, or it is busy.
         connection.close()
     return None
 
 
 def _prove(connection: sockets.socket, key: bytes, cancel: Wakeup | None) -> bool:
-    """The client's side of the proof that both have the key."""
+    """Exchanges proofs of the key, as the client; True if the server has it, too."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     if cancel is not None:
@@ -453,9 +472,9 @@ def _prove(connection: sockets.socket, key: bytes, cancel: Wakeup | None) -> boo
 
 
 def _local_name(addr: str, key: bytes) -> str:
-    """The abstract name of the socket beside an address; differs between users."""
+    """Returns the abstract socket name of an address, which depends on key and user."""
     host, port = auth.parse_address(addr)
-    host = "*" if host in auth.EVERYWHERE else host
+    host = "*" if host in auth.WILDCARDS else host
     text = f"{os.getuid()} {host} {port}"
     return f"\0embodied-{auth.prove(key, text.encode()).hex()[:32]}"
 

@@ -1,21 +1,21 @@
 """Links that speak portal's protocol, for the same servers and clients. Any process.
 
-It is the reference implementation's, so its workers can talk to these servers. Of
-portal only the sockets are used: its own servers end the process when a method fails
-before its `postfn`, and stand still when a batch is not exactly full.
+The reference implementation uses this protocol, so its workers can call these servers.
+Only portal's sockets and packing are used: its own servers end the process when a
+method fails before its `postfn`, and stall when a batch is not exactly full.
 
     request: number 8 B | length of the name 8 B | name | packed arguments
-    reply:   number 8 B | status 8 B, 0 if it went well | packed result, or a text
+    reply:   number 8 B | status 8 B, 0 for success | packed result, or a text
 
-A stack of n rows is called by the name METHOD:n. What portal's packing cannot carry
-(dtypes such as bfloat16, empty strings) travels as a frame of `wire`. Both ends here
-make frames of portal's messages and messages of frames; all else is as with any link.
+A call with stacks of n rows has the name METHOD:n. Data that portal's packing cannot
+carry (dtypes such as bfloat16, empty strings) travels as a frame of `wire`. Both ends
+here translate between portal's messages and frames; all else is as with any link.
 
-What portal cannot do: it has no authentication, which is why these servers listen at
-the loopback interface only. It cannot tell a repeated call from a new one, so that a
-client's open calls fail when its connection is lost. It says nothing of env slots, so
-that an incomplete batch waits for its timeout. Plain numbers arrive as arrays, tuples
-as lists.
+What portal lacks: it has no authentication, so these servers listen only at the
+loopback interface unless they are `insecure`. It cannot tell a repeated call from a new
+one, so a client's open calls fail when its connection is lost. It does not send the
+number of env slots, so an incomplete batch waits for its timeout. Plain numbers arrive
+as arrays, tuples as lists.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from embodied.rpc.server import Server, make_welcome
 from embodied.rpc.sessions import CLIENT_BYTES, MAX_INFLIGHT, make_hello
 from embodied.rpc.threads import Poller, Wakeup
 
-CONNECT_SECONDS = 1.0  # Until a client's connection is given up, and tried again.
-LOOK_AROUND = 1.0  # Seconds: portal's thread tells nobody of its failure.
-LAST_REPLIES = 2.0  # Seconds that a closing server gives replies on their way.
+CONNECT_SECONDS = 1.0  # Time limit of a client's attempt to connect.
+POLL_SECONDS = 1.0  # Seconds between checks: a failure of portal's thread wakes nobody.
+LAST_REPLIES = 2.0  # Seconds that a closing server waits for replies to be sent.
 SEND_TRIES = 100
-UNLIMITED = 1 << 30  # Portal ends its thread when a queue is longer.
+UNLIMITED = 1 << 30  # Length limit of queues. Portal fails when one is longer.
 REFUSED, FAILED = 3, 4  # Status of error replies, as portal has them.
 
 _HEAD = struct.Struct("<QQ")
@@ -57,8 +57,8 @@ log = logging.getLogger("embodied.rpc")
 
 def import_portal() -> Any:
     """Returns the portal package, or raises an ImportError that says what to do."""
-    # Portal keeps a list in every thread from which it starts others, and warns of
-    # threads that it has not made and that have none.
+    # Portal keeps a list `children` in each thread that starts others. It warns if a
+    # thread has none, as is the case for threads that portal has not made.
     vars(threading.current_thread()).setdefault("children", [])
     try:
         return importlib.import_module("portal")
@@ -97,14 +97,15 @@ class PortalClient(Client):
 class ConnectLink(Link):
     """A client's end of one connection.
 
-    Portal's thread calls `_lost` and `_received`. An exception in it would end the
-    process, so none leaves these two.
+    Portal's thread calls `_received`, and `_put` at the end of the connection. An
+    exception in that thread would end the process, so these two must not raise any.
     """
 
     def __init__(self, addr: str, name: str):
         super().__init__()
         self._portal = import_portal()
         self._codec = wire.Codec()
+        self._lock = threading.Lock()  # Held to take frames out.
         self._frames: deque[bytes | None] = deque()  # None is the end.
         self._arrived = Wakeup()
         self.descriptors = (self._arrived.fileno(),)
@@ -123,14 +124,15 @@ class ConnectLink(Link):
         self._socket.start()
 
     def connect(self) -> bool:
-        """Waits for the server, not for long; True if it is there."""
+        """Waits up to CONNECT_SECONDS for the server; True if it is connected."""
         return self._socket.connect(CONNECT_SECONDS)
 
     def send(self, frame: bytes) -> bool:
-        """Sends a call; greetings are answered here, as if a server had."""
+        """Sends a call; answers a HELLO itself, in place of the server."""
         message = self._codec.decode(frame)
         if message.kind == wire.HELLO:
-            # Another server each time, since nobody knows: see the top.
+            # A new identity each time: the server may have restarted, so open calls
+            # that were sent must fail.
             welcome = make_welcome(secrets.token_hex(8), self._codec.max_bytes)
             self._put(self._codec.control(wire.WELCOME, welcome))
         if message.kind != wire.CALL:
@@ -141,20 +143,21 @@ class ConnectLink(Link):
             head = _HEAD.pack(message.seq, len(name.encode()))
             self._socket.send(b"".join((head, name.encode(), *data)), timeout=0)
         except (self._portal.Disconnected, TimeoutError):
-            return False  # The connection is just lost.
+            return False  # The connection was lost.
         return True
 
     def receive(self) -> list[bytes]:
-        """Returns the answers that came; the end waits for those before it."""
+        """Returns the answers that came; reports the end only after all of them."""
         self._arrived.clear()
         frames: list[bytes] = []
-        while self._frames and (frame := self._frames[0]) is not None:
-            frames.append(frame)
-            self._frames.popleft()
-        if self._frames:
-            if not frames:
-                raise LinkEnded
-            self._arrived.set()  # For the end.
+        with self._lock:
+            while self._frames and (frame := self._frames[0]) is not None:
+                frames.append(frame)
+                self._frames.popleft()
+            if self._frames:
+                if not frames:
+                    raise LinkEnded
+                self._arrived.set()  # The next call reports the end.
         return frames
 
     def close(self) -> None:
@@ -167,7 +170,7 @@ class ConnectLink(Link):
         self._arrived.set()
 
     def _received(self, data: memoryview) -> None:
-        self._socket.recvq.get_nowait()  # Portal queues what it calls back with.
+        self._socket.recvq.get_nowait()  # Portal also queues what it passes here.
         try:
             number, status = _HEAD.unpack_from(data)
             payload = data[_HEAD.size :]
@@ -217,7 +220,8 @@ class PortalBatchServer(PortalServer, BatchServer):
 class PortalListener:
     """A server's end of all links to portal's clients.
 
-    A thread of its own takes portal's messages; the server's loop thread does the rest.
+    Its own thread takes portal's messages; the server's loop thread handles them. Any
+    thread may send.
     """
 
     def __init__(
@@ -247,7 +251,7 @@ class PortalListener:
         self._thread.start()
 
     def expire(self) -> None:
-        """Notes who is there, which portal's clients do not say, and who has gone."""
+        """Marks connected clients as alive, without heartbeats, and drops others."""
         there = set(self._socket.connections)
         for connection, link in list(self._links.items()):
             if connection in there:
@@ -258,7 +262,7 @@ class PortalListener:
                 self.sessions.bye(link.session)
 
     def discard(self, link: Link) -> None:
-        """Does nothing: a connection is its client's to close."""
+        """Does nothing: clients close their connections."""
 
     def close(self) -> None:
         """Sends the last replies, and ends."""
@@ -289,7 +293,7 @@ class PortalListener:
         host, port = auth.parse_address(self._addr)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         host = host.strip("[]")
-        # Portal leaves its socket behind when it cannot listen, so it is tried first.
+        # Portal leaks its socket when it cannot listen, so listening is tried first.
         socket.create_server((host, port), family=family).close()
         return import_portal().ServerSocket(
             port,
@@ -310,7 +314,7 @@ class PortalListener:
             self.take_in(self._links[connection], data)
 
     def take_in(self, link: AcceptedLink, data: memoryview) -> None:
-        """Makes a call of a message, or answers with an error."""
+        """Turns a message into a call, or answers it with an error."""
         try:
             link.take_in(data)
         except wire.WireError as error:
@@ -323,12 +327,12 @@ class PortalListener:
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
-                connection, data = self._socket.recv(timeout=LOOK_AROUND)
+                connection, data = self._socket.recv(timeout=POLL_SECONDS)
             except TimeoutError:
                 continue
             except Exception as error:
-                # Portal's thread ends at what it does not understand, and hands its
-                # error, of any type, to whoever receives.
+                # Portal's thread ends at what it does not understand; its error, of any
+                # type, is raised by the next `recv`.
                 self._reject("socket", f"portal's socket failed: {error!r}")
                 self._reopen()
                 continue
@@ -344,14 +348,14 @@ class PortalListener:
                 return
             except OSError as error:
                 log.error("%s: cannot listen at %s: %s", self._name, self._addr, error)
-                self._closing.wait(LOOK_AROUND)
+                self._closing.wait(POLL_SECONDS)
 
 
 class AcceptedLink(Link):
     """A server's end of one of portal's connections.
 
-    It introduces its client to the server. What comes before that is let in waits.
-    The server's loop thread takes in; any thread may send.
+    It introduces its client to the server. Messages that come before the client is
+    admitted wait. The server's loop thread takes messages in; any thread may send.
     """
 
     def __init__(self, listener: PortalListener, connection: Any):
@@ -359,14 +363,14 @@ class AcceptedLink(Link):
         self._listener = listener
         self._connection = connection
         self._codec = listener.codec
-        self._numbers: dict[int, bytes] = {}  # Portal's, of calls without an answer.
+        self._numbers: dict[int, bytes] = {}  # Portal's, of unanswered calls, by seq.
         self._next = 0
-        self._early: list[memoryview] = []  # What came before it was let in.
+        self._early: list[memoryview] = []  # What came before it was admitted.
         name = f"{connection[0]}:{connection[1]}"
         self._hello = make_hello(secrets.token_bytes(CLIENT_BYTES), name, MAX_INFLIGHT)
 
     def stay(self) -> None:
-        """Notes that the client is there, and tries again to have it let in."""
+        """Marks the client as alive, and retries messages that wait for admission."""
         if self.session is not None:
             self.session.heard = time.monotonic()
         early, self._early = self._early, []
@@ -374,7 +378,7 @@ class AcceptedLink(Link):
             self._listener.take_in(self, data)
 
     def take_in(self, data: memoryview) -> None:
-        """Makes a call of a message.
+        """Turns a message into a call, or keeps it until the client is admitted.
 
         Raises:
           WireError: the client is refused, or the message cannot be decoded.
@@ -432,12 +436,12 @@ def decode_call(portal: Any, data: memoryview, limit: int) -> tuple[str, int, li
         method, _, rows = bytes(data[_HEAD.size : end]).decode().partition(":")
         return method, int(rows or 0), from_portal(portal.unpack(data[end:]))
     except Exception as error:
-        # Portal's decoder raises whatever the bytes lead it to.
+        # Portal's decoder may raise any error for bad bytes.
         raise wire.WireError(f"it cannot be decoded: {error!r}") from None
 
 
 def decode_error(status: int, payload: memoryview) -> dict[str, str]:
-    """Returns the error of a reply, from our server or from portal's own."""
+    """Returns the error of a reply, from a `PortalServer` or one of portal's own."""
     text = bytes(payload).decode(errors="replace")
     head, _, traceback = text.partition(_TRACEBACK)
     name, _, message = head.partition(": ") if traceback else ("", "", head)
@@ -446,9 +450,9 @@ def decode_error(status: int, payload: memoryview) -> dict[str, str]:
 
 
 def to_portal(tree: Any) -> Any:
-    """Puts what portal cannot carry into frames of our own; the rest stays as it is.
+    """Wraps what portal cannot carry in frames of `wire`; leaves the rest to portal.
 
-    The tree must be one that can be sent.
+    The tree must be one that `wire` can send.
     """
     if isinstance(tree, dict):
         return {key: to_portal(value) for key, value in tree.items()}

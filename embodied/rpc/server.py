@@ -1,9 +1,9 @@
-"""A server: answers calls of many clients. Any process.
+"""A server, which answers calls of many clients. Any process.
 
-Threads: the loop receives, checks and hands out; workers call the bound functions and
-send the replies themselves; one thread runs what comes after replies. The loop waits
-on file descriptors, and looks every two seconds for who has gone. Quick batches it
-runs itself, see `threads.Loop`.
+Threads: the loop receives and checks calls, and hands them out; workers call the bound
+functions and send the replies themselves; one thread runs each `postfn` after the
+replies. The loop waits on file descriptors, and looks every two seconds for clients
+that are gone. It runs quick batches itself; see `threads.Loop`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from embodied.rpc import auth, links, wire, zmq_links
 from embodied.rpc.calls import Statistics, Unanswered
 from embodied.rpc.links import Link
 from embodied.rpc.sessions import NEW, REFUSED, ClientSession, Outbox, Sessions
-from embodied.rpc.structures import check_schema
 from embodied.rpc.threads import Loop, Poller, PostThread, ThreadPool, Wakeup
+from embodied.rpc.wire import check_schema
 
 log = logging.getLogger("embodied.rpc")
 
 HEARTBEAT = 2.0  # Seconds between signs of life of a client.
 CLIENT_TIMEOUT = 8.0  # Seconds of silence after which a client counts as gone.
 ListenerOptions = tuple[str, auth.Keys | None, int, Poller]
-# Calls that came twice are repeated.
+# 'repeated' are calls that came again and got the reply that was kept.
 COUNTS = ("calls", "replies", "received_bytes", "sent_bytes", "errors", "repeated")
 
 
@@ -41,7 +41,7 @@ class Method(NamedTuple):
     postfn: Callable | None
     pool: ThreadPool
     schema: dict | None
-    batching: Any = None  # What a BatchServer needs; None for a plain method.
+    batching: Any = None  # `Batching` of a batched method; None for others.
 
 
 class PendingCall(NamedTuple):
@@ -51,7 +51,7 @@ class PendingCall(NamedTuple):
     seq: int
     received: float
     reply_memory: Any  # Where the client wants large replies, or None.
-    start: int = 0  # The first of its rows in a batch.
+    start: int = 0  # Index of its first row in a batch.
     rows: int = 0  # 0 for an unstacked call, which has one row.
 
 
@@ -81,12 +81,13 @@ class Server:
       addr: port or HOST:PORT. Without a host, only this machine can connect.
       name: used in thread names, statistics and messages.
       workers: threads shared by all methods that have none of their own.
-      keys: who may connect. Default: the keys of this user on this machine.
+      keys: which clients may connect. Default: the keys of this user on this machine.
       insecure: no keys at all: everyone who reaches the address may call.
-      max_bytes: of the arrays of one message.
+      max_bytes: maximum bytes of the arrays of one message.
       backlog: results that may wait for their `postfn` before workers wait too.
       on_failure: called with an error that ends the server's loop for good; `close`
-        raises it, too. The server answers nobody any more, and its owner should end.
+        raises a RuntimeError then. The server answers no more calls, and its owner
+        should end.
     """
 
     ADVICE = "pass the keys of the run (--run.keyfile FILE), or listen at localhost."
@@ -109,6 +110,7 @@ class Server:
         self._identity = secrets.token_hex(8)  # Tells a restarted server apart.
         self._codec = wire.Codec(max_bytes)
         self._statistics = Statistics(name, *COUNTS, "post_errors")
+        self._counts = self._statistics.counts
         self._outbox = Outbox(name, self._codec, self._statistics)
         self._methods: dict[str, Method] = {}
         self._pool = ThreadPool(workers, name, self._work)
@@ -118,7 +120,7 @@ class Server:
         self._poller = Poller()
         self._poller.add(self._wakeup.fileno(), lambda _: self._wakeup.clear())
         self.sessions = Sessions(CLIENT_TIMEOUT, self._discard)
-        self._listeners: list[Any] = []  # Set while it runs.
+        self._listeners: list[Any] = []  # Opened by `start`.
         self._loop = Loop(name, self._step, self._failed)
         self._on_failure = on_failure
         self._failure: Exception | None = None
@@ -157,7 +159,7 @@ class Server:
     def start(self, block: bool = True) -> None:
         """Starts to answer; with `block`, returns when the server is closed."""
         if self._started or self._closing.is_set():
-            raise RuntimeError(f"Server {self.name} was started before.")
+            raise RuntimeError(f"Server {self.name} was started or closed before.")
         self._listeners = self._listen()
         self._started = True
         for pool in self._pools:
@@ -170,11 +172,13 @@ class Server:
             self._check_failure()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ends: running calls are answered, waiting ones fail at the next server.
+        """Ends the server: running calls are answered, waiting ones are dropped.
+
+        A dropped call fails when its client is welcomed by the next server.
 
         Raises:
           TimeoutError: a function did not return in time; its thread is left behind.
-          RuntimeError: the server has failed before.
+          RuntimeError: the loop of the server had failed.
         """
         if self._closing.is_set() or not self._started:
             self._closing.set()
@@ -206,7 +210,7 @@ class Server:
         self.close()
 
     def stats(self) -> dict[str, float]:
-        """Counts and rates since the last call, queue lengths, and latencies."""
+        """Returns counts since the last `stats`, rates, queue lengths and latencies."""
         return {
             **self._statistics.collect(),
             "clients": len(self.sessions),
@@ -216,7 +220,7 @@ class Server:
         }
 
     def totals(self) -> dict[str, float]:
-        """Counts since the start, and latencies; the next `stats` is as without."""
+        """Returns counts since the start, and latencies; does not affect `stats`."""
         return self._statistics.totals()
 
     @property
@@ -240,9 +244,9 @@ class Server:
         self._methods[method.name] = method
 
     def _listen(self) -> list[Any]:
-        """Opens what links come in by.
+        """Opens the listeners that accept links.
 
-        The local one first: a client that finds the other looks for it.
+        The local one comes first: a client that connects over ZeroMQ looks for it then.
         """
         options = (self.addr, self._keys, self._codec.max_bytes, self._poller)
         listeners: list[Any] = self._listen_locally(options)
@@ -256,7 +260,7 @@ class Server:
             for listener in listeners:
                 listener.close()
             raise
-        if len(listeners) == 1:  # The server before this one may have been ending.
+        if len(listeners) == 1:  # The previous server may have been closing.
             listeners += self._listen_locally(options)
         return listeners
 
@@ -274,8 +278,8 @@ class Server:
     def _step(self) -> None:
         now = time.monotonic()
         if now >= self._expire_at:
-            # If it is late, it was stopped itself, and has yet to hear what its
-            # clients have said meanwhile.
+            # If the loop is late, it was held up itself, and has yet to receive what
+            # its clients have sent meanwhile.
             late = now >= self._expire_at + HEARTBEAT
             self._expire_at = now + HEARTBEAT
             if not late:
@@ -285,7 +289,7 @@ class Server:
         self._after_receive()
 
     def _failed(self, error: Exception) -> None:
-        """Ends the server, whose loop cannot go on."""
+        """Records the error that ended the loop, and tells the owner."""
         self._failure = error
         if self._on_failure is not None:
             self._on_failure(error)
@@ -306,20 +310,20 @@ class Server:
             listener.discard(link)
 
     def _link_ended(self, link: Link) -> None:
-        """A client's process has ended, or it will introduce itself again."""
+        """Marks the client of an ended link as gone; it may say HELLO again."""
         if link.session is not None and link.session.link is link:
             self.sessions.lost(link.session)
 
     def _due(self) -> float:
-        """Returns when the loop has to wake up although nothing came."""
+        """Returns when the loop has to wake up even if nothing arrives."""
         return math.inf
 
     def _after_receive(self) -> None:
-        """Called last, when all messages that were there have been looked at."""
+        """Called at the end of each step, after the messages that came were handled."""
 
     def _receive(self, link: Link, frame: Any) -> None:
-        """Handles a frame; whatever it holds, others are served as before."""
-        self._statistics.counts["received_bytes"] += len(frame)
+        """Handles a frame; a bad one does not affect other clients."""
+        self._counts["received_bytes"] += len(frame)
         try:
             message = self._codec.decode(frame)
         except wire.WireError as error:
@@ -331,7 +335,7 @@ class Server:
             self._internal_error()
 
     def _internal_error(self) -> None:
-        """Counts an error of ours, which must not keep others from being served."""
+        """Counts an error of the server itself, which must not affect other clients."""
         self._statistics.reject("internal", traceback.format_exc())
 
     def _message(self, link: Link, message: wire.Message) -> None:
@@ -353,7 +357,7 @@ class Server:
     def _hello(self, link: Link, message: wire.Message) -> None:
         try:
             if self.sessions.hello(link, message.value()) is None:
-                return  # It is not let in yet, and will ask again.
+                return  # It is not admitted yet, and will ask again.
         except wire.WireError as error:
             self._statistics.reject("hello", str(error))
             refusal = {"kind": "hello", "message": str(error)}
@@ -369,7 +373,7 @@ class Server:
         try:
             if name not in self._methods:
                 known = ", ".join(sorted(self._methods))
-                raise wire.WireError(f"there is no such method; there are: {known}")
+                raise wire.WireError(f"unknown method; there are: {known}")
             method = self._methods[name]
             if method.schema is not None:
                 check_schema(method.schema, message.spec, message.rows)
@@ -385,17 +389,17 @@ class Server:
         self._outbox.finish(session, seq, self._outbox.error(seq, "bad", text))
 
     def _begin(self, session: ClientSession, seq: int, others: Sequence[int]) -> bool:
-        """Registers a call; False if it is not to be applied, and was answered."""
+        """Registers a call; False if it must not run, as it is repeated or refused."""
         state, reply = session.begin(seq, others)
         if state == NEW:
-            self._statistics.counts["calls"] += 1
+            self._counts["calls"] += 1
             return True
         if state == REFUSED:
             text = f"{session.name} has more than {session.max_inflight} calls open"
             self._statistics.reject("credits", text)
             self._outbox.send(session, self._outbox.error(seq, "credits", text))
         elif reply is not None:
-            self._statistics.counts["repeated"] += 1
+            self._counts["repeated"] += 1
             self._outbox.send(session, reply)
         return False
 
@@ -405,7 +409,7 @@ class Server:
         """Hands a call to a worker."""
         source, start, reply_memory = self._memory(session, message)
         if message.flags & wire.IN_MEMORY:
-            # The client takes its memory back with the reply; the function may keep
+            # The client reuses its memory after the reply, while the function may keep
             # its arguments longer.
             source = bytearray(memoryview(source)[: message.spec.nbytes])
         now = time.perf_counter()
@@ -418,7 +422,7 @@ class Server:
     def _memory(
         self, session: ClientSession, message: wire.Message
     ) -> tuple[Any, int, Any]:
-        """Returns where a call's arrays are, from which byte on, and reply memory."""
+        """Returns the buffer of a call's arrays, their start in it and reply memory."""
         if not (message.flags & wire.IN_MEMORY or message.reply):
             return message.frame, message.start, None
         blocks = session.link.memory if session.link else None
@@ -427,23 +431,23 @@ class Server:
         reply = blocks.find(message.reply) if message.reply else None
         if not message.flags & wire.IN_MEMORY:
             return message.frame, message.start, reply
-        self._statistics.counts["received_bytes"] += message.spec.nbytes
+        self._counts["received_bytes"] += message.spec.nbytes
         return blocks.find(message.request, message.spec.nbytes), 0, reply
 
     # Worker threads, and the loop thread for quick batches.
 
     def _work(self, job: Job) -> None:
-        """Runs a function, answers its calls, and lets `postfn` have its turn."""
+        """Runs a function, answers its calls, and hands over its `postfn`."""
         after = info = None
         try:
             after, info = self._answer(job)
         finally:
-            # Whatever happened: what comes after other replies waits for it.
+            # Even after an error: the `postfn` of later tickets waits for this one.
             if job.ticket is not None:
                 self._post.put(job.ticket, after, info)
 
     def _answer(self, job: Job) -> tuple[Callable | None, Any]:
-        """Returns what is to be called after the replies, and with what."""
+        """Runs a job and sends its replies; returns `postfn` or None, and its info."""
         method, after, info = job.method, None, None
         try:
             if self._closing.is_set():
@@ -458,7 +462,7 @@ class Server:
                 call.session.forget(call.seq)
             return None, None
         except Exception as error:
-            # Whatever a bound function raises belongs to its callers.
+            # Whatever a bound function raises is sent to its callers.
             frames = [
                 self._outbox.exception(call.seq, method.name, error)
                 for call in job.calls
@@ -476,9 +480,9 @@ class Server:
         return [self._outbox.reply(call.seq, spec, arrays, call.reply_memory)]
 
     def _post_failed(self, error: BaseException) -> None:
-        self._statistics.counts["post_errors"] += 1
+        self._counts["post_errors"] += 1
         text = "".join(traceback.format_exception(error))
-        log.error("%s: work after a reply failed:\n%s", self.name, text)
+        log.error("%s: a `postfn` failed:\n%s", self.name, text)
 
 
 def make_welcome(server: str, max_bytes: int) -> dict[str, Any]:

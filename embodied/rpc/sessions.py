@@ -1,9 +1,9 @@
-"""The clients of a server, with their env slots, and the answers to their calls.
+"""The clients of a server: their sessions, env slots and replies. Any process.
 
-A link need not tell who is there or who has gone, so clients say it: HELLO when they
-connect, a heartbeat while they live, BYE when they leave. Every call has a number; a
+A link need not report which clients are there, so clients do: they send HELLO when they
+connect, heartbeats while they live, and BYE when they leave. Every call has a number; a
 session keeps the replies that its client has not confirmed, so that a call sent again
-after a reconnect, by whatever link, is answered and not applied a second time. Sessions
+after a reconnect, over any link, is answered and not applied a second time. Sessions
 are owned by the server's loop thread, except where a method says otherwise.
 """
 
@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from embodied.rpc import buffers, structures, wire
+from embodied.rpc import buffers, wire
 from embodied.rpc.calls import Statistics
 from embodied.rpc.links import MESSAGE_SLACK, Link
 
@@ -24,7 +24,7 @@ PROTOCOL = 4
 MAX_INFLIGHT = 256  # Calls of one client that wait for a reply or its confirmation.
 MAX_AWAY = 1000  # Sessions of clients that are gone, kept for their return.
 AWAY_SECONDS = 600.0
-CLIENT_BYTES = 16  # Of the random number by which a client is known.
+CLIENT_BYTES = 16  # Length of the random identity of a client.
 
 NEW, REPEATED, REFUSED = range(3)
 
@@ -37,17 +37,17 @@ class ClientSession:
     def __init__(self, client: bytes, hello: dict[str, Any]):
         self.client = client
         self.heard = time.monotonic()
-        self.away = True  # Until it is admitted, and whenever it is gone.
-        # Calls that are worked on (None), or whose reply the client may not have.
+        self.away = True  # True until it is admitted, and while it is gone.
+        # By call: None while it runs, then its reply until the client confirms it.
         self._replies: dict[int, bytes | None] = {}
         self._highest = -1  # All calls up to here came, except the missing ones.
         self._missing: set[int] = set()
         self._lock = threading.Lock()  # Guards the three above.
-        self.link: Link | None = None  # By which it said HELLO last.
+        self.link: Link | None = None  # Of its last HELLO; None while it is gone.
         self.update(hello)
 
     def update(self, hello: dict[str, Any]) -> None:
-        """Takes over what a HELLO says, the first or one after a reconnect."""
+        """Sets the fields from a HELLO, the first one or one after a reconnect."""
         try:
             self.name = str(hello["name"])[:100]
             self.slots = int(hello["slots"])
@@ -58,20 +58,22 @@ class ClientSession:
         except (KeyError, TypeError, ValueError) as error:
             raise wire.WireError(f"not a complete HELLO: {error!r}") from None
         if not 0 <= self.slots <= 1 << 20:
-            raise wire.WireError(f"{self.slots} env slots are not possible")
+            raise wire.WireError(f"expected 0 to {1 << 20} env slots, got {self.slots}")
 
     def begin(self, seq: int, open_calls: Sequence[int]) -> tuple[int, bytes | None]:
-        """Registers a call: NEW, REPEATED (with its reply if there is one), REFUSED.
+        """Registers a call; returns NEW, REPEATED or REFUSED, and any reply it has.
+
+        A repeated call has none while it still runs, or after its client confirmed it.
 
         Args:
           seq: the call's number.
-          open_calls: the client's calls before it that have no reply yet. It has
-            the replies of all others, and will not send those again.
+          open_calls: the client's earlier calls that have no reply yet. The client has
+            the replies of all other earlier calls, and will not send those again.
         """
         with self._lock:
             replies, missing = self._replies, self._missing
             alone = not open_calls and not missing and seq > self._highest
-            if alone and all(replies.values()):  # One after the other, as mostly.
+            if alone and all(replies.values()):  # The common case: one at a time.
                 replies.clear()
                 replies[seq] = None
                 self._highest = seq
@@ -107,9 +109,9 @@ class ClientSession:
 class Sessions:
     """All sessions of a server.
 
-    Callbacks are called in the loop thread; what they raise is logged and ends nothing.
-    `admit` is asked about everyone who says HELLO: True lets the client in, False lets
-    it ask again later, and a WireError refuses it.
+    All callbacks run in the loop thread. What `on_join` and `on_leave` raise is logged
+    and otherwise ignored. `admit` is called for every client that says HELLO: True
+    admits it, False makes it ask again later, and a WireError refuses it.
 
     Args:
       timeout: seconds without a sign of life after which a client counts as gone.
@@ -133,11 +135,11 @@ class Sessions:
         return self._present
 
     def slots(self, group: Any) -> int:
-        """Env slots that connected clients of a group have registered."""
+        """Returns the env slots that connected clients of a group have. Any thread."""
         return self._slots.get(group, 0)
 
     def hello(self, link: Link, hello: Any) -> ClientSession | None:
-        """Registers a client that connects, or connects again; None for not yet."""
+        """Registers a client that connects or reconnects; None if not admitted yet."""
         client = _read_client(hello)
         session = self._sessions.get(client)
         if session is None:
@@ -154,9 +156,9 @@ class Sessions:
         return session
 
     def get(self, link: Link) -> ClientSession | None:
-        """Returns the session of a message's sender and notes that it lives.
+        """Returns the session of a link's client, and marks it as alive.
 
-        A client that was away, or has another link by now, has to say HELLO again.
+        None for a client that was away or has another link by now: it has to say HELLO.
         """
         session = link.session
         if session is None or session.away or session.link is not link:
@@ -165,7 +167,7 @@ class Sessions:
         return session
 
     def bye(self, session: ClientSession) -> None:
-        """Forgets a client that says it leaves."""
+        """Forgets a client that has left, or was gone for too long."""
         if self._sessions.get(session.client) is session:
             del self._sessions[session.client]
             self.lost(session)
@@ -173,7 +175,7 @@ class Sessions:
     def lost(self, session: ClientSession, keep: Link | None = None) -> None:
         """Marks a client as gone but keeps its replies for its return.
 
-        Its link is given up, unless it is the one to keep.
+        Its link is discarded, unless it is `keep`.
         """
         link, session.link = session.link, None
         if link is not None and link is not keep:
@@ -197,7 +199,7 @@ class Sessions:
                 self.bye(session)
 
     def _mark(self, session: ClientSession, away: bool) -> None:
-        """Notes that a client has come or gone, and tells who wants to know."""
+        """Records that a client has come or gone, and calls the callbacks."""
         session.away = away
         sign = -1 if away else 1
         self._present += sign
@@ -232,10 +234,10 @@ def make_hello(
 
 
 def _read_client(hello: Any) -> bytes:
-    """Returns the number of the client that says HELLO.
+    """Returns the identity of the client that says HELLO.
 
     Raises:
-      wire.WireError: it speaks another version, or says something else.
+      wire.WireError: it speaks another version, or its HELLO is not valid.
     """
     if not isinstance(hello, dict):
         raise wire.WireError("a HELLO is not a dict")
@@ -251,7 +253,7 @@ def _read_client(hello: Any) -> bytes:
 
 
 class Outbox:
-    """Encodes answers, keeps them for calls that come twice, and sends them."""
+    """Encodes answers, keeps them for repeated calls, and sends them."""
 
     def __init__(self, server: str, codec: wire.Codec, statistics: Statistics):
         self._server = server
@@ -259,15 +261,15 @@ class Outbox:
         self._counts = statistics.counts
 
     def reply(
-        self, seq: int, spec: structures.Spec, arrays: list, memory: Any = None
+        self, seq: int, spec: wire.Spec, arrays: list, memory: Any = None
     ) -> bytes:
-        """Encodes a result, its arrays in the client's memory where they fit.
+        """Encodes a result; copies large ones into the client's memory if they fit.
 
         Args:
           seq: the call's number.
-          spec: of the result.
-          arrays: its arrays.
-          memory: what the client offered, or None.
+          spec: header of the result.
+          arrays: arrays of the result.
+          memory: memory that the client offered, or None.
         """
         limit = self._codec.max_bytes
         in_memory = buffers.THRESHOLD <= spec.nbytes <= len(memory or b"")
@@ -301,7 +303,7 @@ class Outbox:
         return wire.encode(wire.ERROR, seq, *self._codec.flatten("", [error]))
 
     def finish(self, session: ClientSession, seq: int, frame: bytes) -> None:
-        """Answers a call, for good."""
+        """Keeps and sends the final answer to a call."""
         session.finish(seq, frame)
         self.send(session, frame)
         self._counts["replies"] += 1
@@ -309,7 +311,7 @@ class Outbox:
     def send(self, session: ClientSession, frame: bytes) -> None:
         """Sends an answer.
 
-        A client that is not there gets it when it comes back and asks again.
+        A client that is gone gets it when it reconnects and sends the call again.
         """
         link = session.link
         if link is not None and link.send(frame):

@@ -1,7 +1,8 @@
-"""The threads of servers and clients: how they wait, wake each other and share work.
+"""Threads of servers and clients: how they wait, wake and share work. Any process.
 
-A server's loop waits on file descriptors only. It has two threads that stand in for
-each other; others run the bound functions, and one runs what comes after replies.
+A server's loop waits on file descriptors only. It has two threads, of which one leads
+and the other is its deputy; others run the bound functions, and one runs each `postfn`
+after the replies.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ def join_all(threads: list[threading.Thread], deadline: float | None) -> bool:
 
 
 class Wakeup:
-    """Wakes a thread that polls. Any thread may call anything, also after `close`.
+    """Wakes a thread that polls. Any thread may call any method, also after `close`.
 
-    A closed descriptor's number soon belongs to somebody else, such as to a socket of
-    libzmq, which ends the process if it is woken for nothing. So nothing is written to
-    or read from a number that is not ours any more.
+    The number of a closed descriptor is soon reused, for example by libzmq, which ends
+    the process if its socket is woken for nothing. So the number is neither written to
+    nor read from after `close`.
     """
 
     def __init__(self) -> None:
@@ -87,9 +88,9 @@ class Wakeup:
 
 
 class Poller:
-    """Waits for descriptors, and calls what handles their events.
+    """Waits for descriptors, and calls the handlers of their events.
 
-    It does what `selectors` does, in less time than one call over it takes.
+    It does the same as `selectors`, in less time.
     """
 
     def __init__(self) -> None:
@@ -101,44 +102,45 @@ class Poller:
         self.modify: Callable[[int, int], None] = self._poll.modify
 
     def add(self, descriptor: int, handler: Callable[[int], Any]) -> None:
-        """Calls the handler with events of a descriptor that becomes readable."""
+        """Calls the handler with the events whenever the descriptor is readable."""
         self._poll.register(descriptor, select.POLLIN)
         self._handlers[descriptor] = handler
 
     def remove(self, descriptor: int) -> None:
-        """Waits for this one no longer. It must still be open."""
+        """Stops waiting for a descriptor. It must still be open."""
         self._poll.unregister(descriptor)
         del self._handlers[descriptor]
 
     def wait(self, seconds: float) -> None:
-        """Waits for events, at most for so long, and handles them."""
+        """Waits at most `seconds` for events, and handles them."""
         for descriptor, events in self._poll.poll(seconds * self._second):
             handler = self._handlers.get(descriptor)
-            if handler is not None:  # Else it was removed by the one before.
+            if handler is not None:  # Else an earlier handler removed it.
                 handler(events)
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Frees the descriptor of epoll."""
         if hasattr(self._poll, "close"):
             self._poll.close()
 
 
 class Loop:
-    """Calls a function again and again, in one of two threads, until it is closed.
+    """Calls a function repeatedly, in one of two threads, until it is closed.
 
-    The thread that has received a batch runs its function best itself: to hand it to
-    another thread, and to let that one run, takes longer than many functions do. But a
-    function that was quick so far may wait one day, and nobody would receive meanwhile.
-    So a deputy looks now and then whether the leading thread is still at the same job.
-    If it is, the deputy leads from there on, and the other becomes the deputy when it
-    is done.
+    It is fastest if the thread that received a batch also runs its function: waking
+    another thread for it takes longer than many functions do. But a function that was
+    quick so far may block one day, and no thread would receive meanwhile. So a deputy
+    checks, LATE seconds after it sees a job, whether the leading thread is still at
+    that job. If it is, the deputy leads from then on, and the previous leader becomes
+    the deputy when it is done.
 
     Args:
-      name: of the threads.
-      step: called in a loop by the thread that leads. If it calls `run`, then last. Its
-        errors are logged and survived.
-      on_failure: called with the error, in the thread that leads, if steps fail so
-        often in a row that it makes no sense to go on. The loop is over then.
+      name: name of the threads.
+      step: called in a loop by the leading thread. It may call `run` only at its end,
+        since another thread may lead afterwards. Its errors are logged, and the loop
+        goes on.
+      on_failure: called with the error after MAX_FAILURES failed steps in a row, which
+        end the loop, in the thread of the last one.
     """
 
     def __init__(
@@ -150,13 +152,14 @@ class Loop:
         self._name = name
         self._step = step
         self._on_failure = on_failure
-        self._failures = 0  # In a row. Belongs to the thread that leads.
+        self._failures = 0  # In a row: any step that succeeds resets it.
         self._closed = False
-        self._changed = threading.Condition()  # Guards everything below.
+        # Guards changes of everything below, except that `run` begins a job without it.
+        self._changed = threading.Condition()
         self._leader = 0
         self._job = 0  # Number of the job that the leader runs now; 0 if none.
         self._jobs = 0
-        self._watched = True  # Whether the other thread looks after the leader.
+        self._watched = True  # Whether the deputy watches; else it sleeps.
         self._threads = [
             threading.Thread(target=self._main, args=(index,), name=name, daemon=True)
             for index, name in enumerate((name, f"{name}-deputy"))
@@ -170,7 +173,7 @@ class Loop:
                     thread.start()
 
     def run(self, work: Callable[[Any], None], job: Any) -> bool:
-        """Runs a job in the thread that leads; False if it does not lead any more."""
+        """Runs a job in the leading thread; False if it no longer leads afterwards."""
         self._jobs += 1
         number = self._job = self._jobs
         if not self._watched:
@@ -187,7 +190,7 @@ class Loop:
         return leads
 
     def close(self) -> None:
-        """Lets both threads end after what they do now."""
+        """Makes both threads end after their current step."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -220,7 +223,7 @@ class Loop:
         self._on_failure(error)
 
     def _watch(self, index: int) -> None:
-        """Returns when this thread has to lead, or when all is over."""
+        """Waits until this thread has to lead, or the loop is closed."""
         with self._changed:
             while not self._closed:
                 seen = self._job
@@ -232,24 +235,24 @@ class Loop:
                         return
                     continue
                 self._watched = False
-                if not self._job:  # Else it began before it could know.
+                if not self._job:  # Else a job began that will not notify.
                     self._changed.wait()
 
 
 class ThreadPool:
-    """Threads that run jobs, in order for each owner of jobs.
+    """Threads that run jobs, one after the other for each owner of jobs.
 
-    The loop thread puts jobs in. Those of one client run one after the other, in the
-    order they came, however many threads there are.
+    Any thread may put jobs in. Jobs of one owner, such as a client, run in the order
+    they came, however many threads there are.
     """
 
     def __init__(self, workers: int, name: str, run: Callable[[Any], None]):
         self._run = run
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        # Jobs behind one that is at work, by their owner.
+        # Jobs that wait for an earlier job of their owner, by owner.
         self._behind: dict[Any, deque] = {}
         self._lock = threading.Lock()  # Guards the one above.
-        self._ordered = workers == 1  # One worker keeps all order by itself.
+        self._ordered = workers == 1  # One worker keeps the order by itself.
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True)
             for index in range(workers)
@@ -257,7 +260,7 @@ class ThreadPool:
 
     @property
     def waiting(self) -> int:
-        """Jobs that no worker has taken yet."""
+        """Jobs that wait for a worker, but not for an earlier job of their owner."""
         return self._jobs.qsize()
 
     def start(self) -> None:
@@ -294,12 +297,14 @@ class ThreadPool:
             try:
                 self._run(job)
             except Exception:
-                # Errors of bound functions are answered; this is one of ours, and
-                # the thread is needed for the next job.
-                log.exception("A worker failed at %s.", type(job).__name__)
+                # Errors of bound functions are sent to their callers. This one is the
+                # server's own, and the thread is needed for the next job.
+                log.exception(
+                    "A worker thread failed while running a %s.", type(job).__name__
+                )
             if owner is not None:
                 self._take_next(owner)
-            # Nothing of a call, such as its client's memory, outlives it here.
+            # Drop the references now, so that a call's shared memory can be freed.
             del entry, job, owner
 
     def _take_next(self, owner: Any) -> None:
@@ -312,10 +317,11 @@ class ThreadPool:
 
 
 class PostThread:
-    """Runs each call's `postfn` after its reply, in the order the calls came.
+    """Runs the `postfn` of each job after its replies, in the order of tickets.
 
-    Tickets are drawn in that order; a worker that is done early waits for nobody,
-    unless `limit` results are waiting: then it is slowed down.
+    A ticket is drawn when a call comes, or when a batch is given to a thread. A worker
+    that is done before its turn does not wait, unless `limit` results are waiting
+    already, which slows it down.
     """
 
     def __init__(self, name: str, limit: int, failed: Callable[[BaseException], None]):
@@ -338,7 +344,7 @@ class PostThread:
         self._thread.start()
 
     def ticket(self) -> int:
-        """Draws the place of a call in the order."""
+        """Draws the next place in the order."""
         with self._changed:
             self._drawn += 1
             return self._drawn - 1
@@ -374,12 +380,12 @@ class PostThread:
                 self._changed.notify_all()
             if entry:
                 self._call(*entry)
-            del entry  # What it refers to must not outlive it here.
+            del entry  # Drop the reference now, so that the result can be freed.
 
     def _call(self, function: Callable, argument: Any) -> None:
         try:
             function(argument)
         except Exception as error:
-            # The reply is out and the next calls must go on; the owner of the
-            # server learns of it.
+            # The reply is sent and the next calls must go on, so that the error is only
+            # reported.
             self._failed(error)

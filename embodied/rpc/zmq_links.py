@@ -1,8 +1,9 @@
 """Links over ZeroMQ with CURVE, between hosts. Any process.
 
-A libzmq socket may be used by one thread at a time. Here a lock guards each socket,
-so that whoever has a message sends it at once instead of handing it to another
-thread; only waiting is done without the lock, on the socket's file descriptor.
+A libzmq socket may be used by one thread at a time. Here a lock guards each socket
+that carries frames, so that any thread can send a frame at once instead of handing it
+to another thread; only waiting is done without the lock, on the socket's file
+descriptor.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from embodied.rpc import auth, buffers
-from embodied.rpc.links import DOWN, MESSAGE_SLACK, REFUSED, UP, Link, OnFrame
+from embodied.rpc.links import DOWN, REFUSED, UP, Link, OnFrame, frame_limit
 from embodied.rpc.threads import Poller, Wakeup
 
 HANDSHAKE_MS = 5_000  # A connection that does not identify itself by then is closed.
+LAST_REPLIES, LAST_FRAMES = 0.5, 0.2  # Seconds to send what is left at the end.
 SEND_QUEUE = 512  # Messages; above what well-behaved clients can have in flight.
 
-# Handshakes that fail without a reason: the keys do not match, the connection is cut
-# again and again, or something accepts it in place of a server that is not up yet. So
-# many in a row, over so many seconds, make it worth asking who is there; from a server
-# whose keys did match before, they have to go on for longer.
+# Handshakes fail without a reason given if the keys do not match, if the connection is
+# cut again and again, or if something accepts it in place of a server that is not up
+# yet. After so many in a row, over at least so many seconds, the client checks whether
+# a ZeroMQ server is there. It waits for longer if the keys have matched before.
 FAILED_HANDSHAKES = 8
-GREETING_SECONDS = 1.0  # In which a ZeroMQ server sends its first bytes.
+GREETING_SECONDS = 1.0  # Time that a ZeroMQ server has for its first bytes.
 FAILED_SECONDS, FAILED_SECONDS_IF_KNOWN = 4.0, 60.0
 
 # As plain integers: pyzmq's enums cost a microsecond at each use.
@@ -41,11 +43,11 @@ _COPY_BELOW = 1 << 16
 
 
 class LockedSocket:
-    """A socket for any thread: sends at once, receives without waiting.
+    """A socket that any thread may use: sends at once, receives without waiting.
 
-    `wakeup` is set whenever a message may have arrived whose signal a sender has
-    swallowed, and cleared by `receive`: libzmq signals its descriptor at the first
-    message only, and every operation on the socket takes that signal.
+    libzmq signals its descriptor at the first message only, and every operation on the
+    socket takes that signal. So `wakeup` is set whenever messages are left whose signal
+    was taken by `send`, or by a `receive` at its limit. `receive` clears it.
     """
 
     def __init__(self, socket: zmq.Socket):
@@ -57,11 +59,11 @@ class LockedSocket:
         self.fileno = cast(int, socket.get(zmq.FD))
 
     def send(self, frame: bytes, client: bytes | None = None) -> bool:
-        """Sends a frame; False where the other side is gone or does not read.
+        """Sends a frame; False if the other side is gone or does not read.
 
         Args:
           frame: the message.
-          client: to whom, for a server's socket.
+          client: identity of the receiver, for a server's socket.
         """
         with self._lock:
             if self._closed:
@@ -79,16 +81,16 @@ class LockedSocket:
         return True
 
     def receive(self, limit: int = 256) -> list[list[zmq.Frame]]:
-        """Returns the messages that are there, as lists of frames."""
+        """Returns up to `limit` messages that have arrived, as lists of frames."""
         messages: list[list[zmq.Frame]] = []
         with self._lock:
             if self._signalled:
                 self._signalled = False
                 self.wakeup.clear()
-            # Asking first costs a fifth of the exception that says there is nothing.
+            # Asking first costs a fifth of the exception raised without a message.
             while not self._closed and cast(int, self._socket.get(_EVENTS)) & _POLLIN:
                 if len(messages) == limit:
-                    self._signal()  # The descriptor will not say that there is more.
+                    self._signal()  # The descriptor does not signal the rest.
                     break
                 try:
                     parts = [self._socket.recv(_NOBLOCK, copy=False)]
@@ -99,11 +101,14 @@ class LockedSocket:
                 messages.append(parts)
         return messages
 
-    def close(self) -> None:
-        """Closes the socket."""
+    def close(self, linger: float) -> None:
+        """Closes the socket; libzmq goes on to send for up to `linger` seconds.
+
+        It does so until its context is destroyed, which waits for it.
+        """
         with self._lock:
             self._closed = True
-            self._socket.close()
+            self._socket.close(linger=int(1000 * linger))
             self.wakeup.close()
 
     def _signal(self) -> None:
@@ -121,23 +126,23 @@ class RouterLink(Link):
         self._identity = identity
 
     def send(self, frame: bytes) -> bool:
-        """Sends a frame; False where the client is gone or does not read."""
+        """Sends a frame; False if the client is gone or does not read."""
         return self._socket.send(frame, self._identity)
 
 
 class RouterListener:
-    """A server's end of all links over ZeroMQ. The server's loop thread.
+    """A server's end of all links over ZeroMQ. Belongs to the server's loop thread.
 
     Args:
-      addr: numeric, to listen at.
-      keys: of the run; None for a server that is open to everyone.
-      max_bytes: of a frame.
-      poller: what the server's loop waits with.
+      addr: numeric address to listen at.
+      keys: keys of the run; None for a server that is open to everyone.
+      max_bytes: maximum bytes of the arrays of a frame.
+      poller: poller of the server's loop.
       on_frame: called with a link and each frame that came.
-      reject: called with the reason and a text for messages that are none of ours.
+      reject: called with a reason and a text for each malformed message.
 
     Raises:
-      OSError: it cannot listen there.
+      OSError: it cannot listen at `addr`.
     """
 
     def __init__(
@@ -152,14 +157,14 @@ class RouterListener:
         self._poller = poller
         self._on_frame = on_frame
         self._reject = reject
-        # Kept by the sessions of clients that have said HELLO.
+        # The sessions of admitted clients keep their links alive.
         self._links: weakref.WeakValueDictionary[bytes, RouterLink]
         self._links = weakref.WeakValueDictionary()
         self._context = zmq.Context()
-        self._gate: auth.Gate | None = None
+        self._gate: auth.ZapHandler | None = None
         try:
             if keys:
-                self._gate = auth.Gate(self._context, keys)
+                self._gate = auth.ZapHandler(self._context, keys)
             socket = _server_socket(self._context, addr, keys, max_bytes)
         except BaseException:
             self._context.destroy(linger=0)
@@ -179,17 +184,17 @@ class RouterListener:
         """Does nothing: libzmq closes connections that do not identify themselves."""
 
     def discard(self, link: Link) -> None:
-        """Forgets a link, if it is one of these."""
+        """Does nothing: a link is forgotten when no session refers to it."""
 
     def close(self) -> None:
-        """Sends the last replies, and ends."""
+        """Sends the last replies, for up to LAST_REPLIES seconds, and closes all."""
         for descriptor in (self._socket.fileno, self._socket.wakeup.fileno()):
             self._poller.remove(descriptor)
-        self._socket.close()
+        self._socket.close(linger=LAST_REPLIES)
         if self._gate:
             self._poller.remove(self._gate.fileno)
             self._gate.close()
-        self._context.destroy(linger=500)
+        self._context.destroy()
 
     def _receive(self, _: int) -> None:
         for parts in self._socket.receive():
@@ -204,43 +209,50 @@ class RouterListener:
 
 
 class DealerLink(Link):
-    """A client's end, which connects, and connects again, by itself.
+    """A client's end of a link, which connects and reconnects by itself.
 
-    `events` belongs to one thread.
+    Only one thread may call `events`.
 
     Args:
-      addr: of the server.
-      identity: of the client.
-      keys: of the run; None for a server without keys.
+      addr: address of the server.
+      identity: identity of the client.
+      keys: keys of the run; None for a server without keys.
+
+    Raises:
+      OSError: the address is not valid, or there are no descriptors left.
     """
 
     def __init__(self, addr: str, identity: bytes, keys: auth.Keys | None):
         super().__init__()
         self._addr = addr
         self._known = False  # Whether the keys have ever matched.
-        self._failed = 0  # Handshakes in a row.
+        self._failed = 0  # Failed handshakes in a row.
         self._failing_since = 0.0
         self._context = zmq.Context()
-        socket = _client_socket(self._context, addr, identity, keys)
-        self._monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_DISCONNECTED
-        )
+        try:
+            socket = _client_socket(self._context, addr, identity, keys)
+            self._monitor = socket.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED
+                | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                | zmq.EVENT_DISCONNECTED
+            )
+            socket.connect(f"tcp://{addr}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, str(error)) from None
         self._socket = LockedSocket(socket)
         self.descriptors = (self._socket.fileno, self._socket.wakeup.fileno())
         self.events_descriptor = cast(int, self._monitor.get(zmq.FD))
-        socket.connect(f"tcp://{addr}")
 
     def send(self, frame: bytes) -> bool:
-        """Sends a frame; False where the server is gone or does not read."""
+        """Sends a frame; False if the server is gone or does not read."""
         return self._socket.send(frame)
 
     def receive(self) -> list[Any]:
-        """Returns the frames that are there."""
-        # No server of ours sends anything in several parts.
+        """Returns the frames that have arrived."""
+        # A `RouterLink` sends no message of several parts.
         messages = self._socket.receive()
         return [_contents(parts[0]) for parts in messages if len(parts) == 1]
 
@@ -269,10 +281,10 @@ class DealerLink(Link):
                 events.append((REFUSED, "its key is not the one expected"))
 
     def close(self) -> None:
-        """Sends what is under way, and ends."""
+        """Sends the last frames, for up to LAST_FRAMES seconds, and closes all."""
         self._monitor.close()
-        self._socket.close()
-        self._context.destroy(linger=200)
+        self._socket.close(linger=LAST_FRAMES)
+        self._context.destroy()
 
     def _failed_for_good(self) -> bool:
         now = time.monotonic()
@@ -283,13 +295,13 @@ class DealerLink(Link):
         if now - self._failing_since < seconds or self._failed < FAILED_HANDSHAKES:
             return False
         # A server that cannot read a handshake, since it was meant for another key,
-        # closes the connection without a word, but it has greeted before. A proxy
+        # closes the connection without an error, but only after its greeting. A proxy
         # whose server is not up yet does not greet.
         return _is_zmq_server(self._addr)
 
 
 def _is_zmq_server(addr: str) -> bool:
-    """Returns whether ZeroMQ greets whoever connects to an address (ZMTP 3)."""
+    """Returns whether a ZeroMQ server greets at an address (ZMTP 3)."""
     host, port = auth.parse_address(addr)
     greeting = b""
     try:
@@ -304,7 +316,7 @@ def _is_zmq_server(addr: str) -> bool:
 
 
 def _contents(frame: zmq.Frame) -> Any:
-    """The bytes of a frame; a copy of small ones, which are cheaper to look at."""
+    """Returns the bytes of a frame; copies small ones, which makes access cheaper."""
     buffer = frame.buffer
     return buffer if len(buffer) >= buffers.THRESHOLD else bytes(buffer)
 
@@ -318,7 +330,7 @@ def _server_socket(
     socket.router_mandatory = True
     socket.router_handover = True
     socket.handshake_ivl = HANDSHAKE_MS
-    socket.maxmsgsize = max_bytes + MESSAGE_SLACK
+    socket.maxmsgsize = frame_limit(max_bytes)
     socket.sndhwm = SEND_QUEUE
     socket.linger = 0
     socket.ipv6 = "[" in addr
@@ -335,7 +347,7 @@ def _server_socket(
 def _client_socket(
     context: zmq.Context, addr: str, identity: bytes, keys: auth.Keys | None
 ) -> zmq.Socket:
-    """Makes a DEALER socket that connects, and connects again, to a server."""
+    """Makes a DEALER socket, not connected yet, that reconnects by itself."""
     socket = context.socket(zmq.DEALER)
     socket.routing_id = identity
     socket.linger = 0
@@ -343,7 +355,7 @@ def _client_socket(
     socket.reconnect_ivl = 50
     socket.reconnect_ivl_max = 1_000
     socket.handshake_ivl = HANDSHAKE_MS
-    # Notices a server whose machine is gone, and outlasts one that is stopped.
+    # Notices a server whose machine is gone, and outlasts one that is suspended.
     socket.heartbeat_ivl = 10_000
     socket.heartbeat_timeout = 60_000
     if keys:

@@ -1,4 +1,4 @@
-"""Who gets in, and what those who do not are told."""
+"""Which clients may connect, and which errors the others get."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_keys_survive_a_file_that_only_its_owner_can_read(tmp_path):
     keys.save(path)
     assert Keys.load(path) == keys
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    words = rf"^Key file {path} exists and is left as it is.*remove it first"
+    words = rf"^Key file {path} exists and is not overwritten.*remove it first"
     with pytest.raises(FileExistsError, match=words):
         Keys.generate().save(path)
     assert Keys.load(path) == keys
@@ -56,7 +56,7 @@ def test_a_file_that_holds_no_keys_is_refused(tmp_path, content):
     path = tmp_path / "keys.json"
     path.write_text(content)
     path.chmod(0o600)
-    with pytest.raises(AuthError, match="not one of ours"):
+    with pytest.raises(AuthError, match="not a valid key file"):
         Keys.load(path)
 
 
@@ -66,7 +66,7 @@ def test_a_file_with_a_short_key_is_refused(tmp_path):
     data = json.loads(path.read_text())
     data["client_secret"] = data["client_secret"][:-5]
     path.write_text(json.dumps(data))
-    with pytest.raises(AuthError, match="not one of ours"):
+    with pytest.raises(AuthError, match="not a valid key file"):
         Keys.load(path)
 
 
@@ -112,7 +112,7 @@ def test_a_client_with_the_runs_keys_gets_in():
 
 def test_a_client_whose_key_is_not_allowed_is_told_so():
     ours, theirs, port = Keys.generate(), Keys.generate(), free_port()
-    # It knows the server's public key, but its own is not on the list.
+    # The intruder knows the server's public key, but its own key is not allowed.
     intruder = Keys(
         ours.server_public,
         theirs.server_secret,

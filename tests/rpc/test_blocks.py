@@ -1,4 +1,4 @@
-"""Blocks of shared memory are used again, whenever their readers are done."""
+"""Blocks of shared memory are reused once their readers are done."""
 
 import gc
 
@@ -19,7 +19,7 @@ def test_a_block_with_readers_outlives_the_garbage_collector():
     gc.collect()
     other = arena.allocate(8192)
     assert other.number != place
-    array[:] = 7  # Still there.
+    array[:] = 7  # The memory is still mapped.
     del array
     gc.collect()
     assert arena.allocate(8192).number == place

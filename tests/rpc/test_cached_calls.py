@@ -1,4 +1,4 @@
-"""Calls that look alike take a shorter way through a server, with the same result."""
+"""Repeated calls are routed from a cache in the server, with the same result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if not links.LOCAL_AVAILABLE:
 
 @pytest.fixture
 def batch_server():
-    """Counts the rows of images that it got, and returns the mean of each."""
+    """A server that records the reward and returns the image mean of each row."""
     rows = []
 
     def act(obs):
@@ -53,7 +53,7 @@ class TestCachedCalls:
                 with pytest.raises(RemoteError, match="'reward': expected float32"):
                     wrong = {**observation(value), "reward": np.float64(value)}
                     client.act(wrong).result(WAIT)
-                with pytest.raises(RemoteError, match="no such method"):
+                with pytest.raises(RemoteError, match="unknown method"):
                     client.nothing(observation(value)).result(WAIT)
 
     def test_a_call_that_looks_alike_and_comes_twice_is_applied_once(

@@ -7,7 +7,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import WAIT, echo, in_threads, same
+from rpc_testing import WAIT, echo, in_threads, same
 
 from embodied.rpc import RemoteError, WireError
 

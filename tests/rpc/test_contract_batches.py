@@ -7,11 +7,11 @@ import time
 
 import numpy as np
 import pytest
-from conftest import WAIT, in_threads, same
+from rpc_testing import WAIT, in_threads, same
 
 from embodied.rpc import Disconnected, RemoteError
 
-NEVER = 100.0  # Seconds: a batch that goes out did not wait for its timeout.
+NEVER = 100.0  # Seconds; too long for a batch to go out because of its timeout.
 
 
 def row(x):
@@ -25,7 +25,7 @@ def stack(values):
 
 
 class Policy:
-    """A batched function that notes the rows it got, and can be held up."""
+    """A batched function that records its rows, and waits while its gate is closed."""
 
     def __init__(self):
         self.batches = []
@@ -45,7 +45,7 @@ class Policy:
 
 
 def answer(values):
-    """What the policy returns for a stack."""
+    """Returns the answer of the policy to a stack of rows."""
     obs = stack(values)
     return {"action": obs["x"] * 2, "image": obs["image"] + np.uint8(1)}
 
@@ -253,7 +253,7 @@ class TestKeepingApart:
             assert policy.sizes == [4]
         elif "image" not in bad or isinstance(bad["image"], str):
             assert isinstance(error.exception(WAIT), RemoteError)
-        else:  # Another shape is a batch of its own, for the function to judge.
+        else:  # Rows of another shape go to the function in a separate batch.
             assert error.result(WAIT)["action"] == 18
 
 
@@ -370,7 +370,7 @@ class TestAround:
             client.call("act", stack(range(rows)), rows=rows).result(WAIT)
         stats = server.stats()
         deadline = time.monotonic() + WAIT
-        while stats["batches"] < 2:  # It counts a batch after its replies are sent.
+        while stats["batches"] < 2:  # Batches are counted after their replies.
             later = server.stats()
             rows = stats["batches"] * stats["batch_rows"]
             rows += later["batches"] * later["batch_rows"]

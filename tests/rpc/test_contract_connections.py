@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 import zmq
-from conftest import WAIT, in_threads, shared_blocks
+from rpc_testing import WAIT, in_threads, shared_blocks
 
 from embodied.rpc import Disconnected, RemoteError, free_port, wire
 
@@ -23,7 +23,7 @@ def echo(x):
 
 
 def any_link(rpc):
-    """Options of a client behind a proxy, which has no local link."""
+    """Returns client options for a connection by proxy, which cannot be local."""
     return {"link": "remote"} if rpc.name == "local" else {}
 
 
@@ -222,7 +222,7 @@ class TestClosing:
 
 class TestReconnecting:
     def test_calls_to_a_server_that_is_restarted_fail(self, rpc):
-        """It is not known whether they were applied, so they are not sent again."""
+        """They may have been applied already, so the client does not resend them."""
         running, gate = threading.Event(), threading.Event()
         applied: list = []
 
@@ -242,7 +242,7 @@ class TestReconnecting:
         wait_for(lambda: first._closing.is_set())
         gate.set()
         closing.join(WAIT)
-        assert int(futures[0].result(WAIT)) == 0  # It was running.
+        assert int(futures[0].result(WAIT)) == 0  # It was already running.
         wait_for(lambda: not client.connected)
         unsent = client.work(np.array(5))
         serve(rpc, port, work=work)
@@ -382,7 +382,7 @@ class TestSessions:
         assert "a callback of ours" in caplog.text
 
     def test_a_client_that_is_not_let_in_yet_asks_again(self, rpc):
-        # Links of one library share the code that asks, so one of them asks twice.
+        # Links of one library share the code that retries, so one of them tries twice.
         often = 2 if rpc.name in ("local", "portal") else 1
         answers = iter([False] * often)
         server = rpc.server()
@@ -448,7 +448,7 @@ class TestBadPeers:
             peer.linger = 1000
             peer.connect(f"tcp://{server.addr}")
             peer.send(frame)
-            if kind != wire.BYE:  # To which nobody expects an answer.
+            if kind != wire.BYE:  # A BYE gets no answer.
                 assert peer.poll(5000)
         for _ in range(3):
             assert client.echo("x").result(5.0) == "x"
@@ -485,5 +485,5 @@ class TestSharedMemory:
             futures = [client.echo(array) for _ in range(4)]
             for future in futures:
                 future.result(WAIT)
-        # One for each request and each reply under way, and each that was held.
+        # One block for each request, each reply under way and each reply still held.
         assert shared_blocks() <= before + 3 * 4

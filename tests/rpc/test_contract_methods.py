@@ -7,9 +7,10 @@ import time
 
 import numpy as np
 import pytest
-from conftest import WAIT, echo, fail, in_threads, same
+from rpc_testing import WAIT, echo, fail, in_threads, same
 
 from embodied.rpc import RemoteError, WireError
+from embodied.rpc.links import MESSAGE_SLACK
 
 
 class TestMethods:
@@ -17,7 +18,7 @@ class TestMethods:
         error = client.nope(np.arange(3)).exception(WAIT)
         assert isinstance(error, RemoteError) and error.kind == "bad"
         assert "nope" in str(error)
-        assert "echo, fail" in str(error)  # What there is instead.
+        assert "echo, fail" in str(error)  # The methods that exist.
         assert client.echo("fine").result(WAIT) == "fine"
 
     def test_a_call_that_does_not_fit_the_schema(self, rpc, make_server):
@@ -60,7 +61,7 @@ class TestMethods:
         server.start(block=False)
         client = rpc.client(server)
         client.connect(WAIT)
-        with pytest.raises(WireError, match=r"20032 bytes.* 10000"):
+        with pytest.raises(WireError, match=r"20050 bytes.* 10000"):
             client.echo(np.zeros(20_001, np.uint8))
 
     def test_what_is_above_the_limit_harms_nobody(self, rpc, make_server):
@@ -76,6 +77,40 @@ class TestMethods:
             client.make().result(WAIT)
         for caller in (client, other):
             assert caller.echo("fine").result(WAIT) == "fine"
+
+    def test_what_is_just_below_the_limit_arrives(self, rpc, make_server):
+        server = make_server(max_bytes=1_000_000)
+        server.bind("echo", echo)
+        server.start(block=False)
+        client = rpc.client(server)
+        client.connect(WAIT)
+        text = b"x" * (1_000_000 + MESSAGE_SLACK - 100)
+        assert bytes(client.echo(text).result(WAIT)) == text
+        largest = np.zeros(999_936, np.uint8)  # A multiple of 64, as arrays are padded.
+        text = text[: MESSAGE_SLACK - 200]
+        array, back = client.echo(largest, text).result(WAIT)
+        assert len(array) == len(largest) and bytes(back) == text
+
+    def test_a_closing_server_sends_large_replies_to_the_end(self, rpc):
+        large, count = np.arange(1 << 19, dtype=np.int32), 8
+        running, gate = threading.Semaphore(0), threading.Event()
+
+        def work():
+            running.release()
+            gate.wait(WAIT)
+            return large
+
+        server = rpc.server(workers=count)
+        server.bind("work", work)
+        server.start(block=False)
+        clients = [rpc.client(server) for _ in range(count)]
+        futures = [client.work() for client in clients]
+        for _ in range(count):
+            assert running.acquire(timeout=WAIT)
+        gate.set()
+        server.close()
+        for future in futures:
+            np.testing.assert_array_equal(future.result(2.0), large)
 
     def test_plain_values_count_for_the_limit_too(self, rpc, make_server):
         server = make_server(max_bytes=1_000_000)
@@ -114,7 +149,8 @@ class TestMethods:
         sizes = [0, 100_000, 10, 5_000, 300_000, 0, 0, 70_000]
         for _ in range(rounds):
             for unit in ("x", b"x", np.arange(300_000, dtype=np.uint16)):
-                with rpc.client(server) as client:  # How they travel changes early.
+                # A new client, since its first calls travel differently.
+                with rpc.client(server) as client:
                     client.connect(WAIT)
                     seen.clear()
                     calls = []
@@ -170,7 +206,7 @@ class TestMethods:
 
     @pytest.mark.parametrize("maxinflight", [0, 257])
     def test_maxinflight_has_a_range(self, rpc, maxinflight):
-        with pytest.raises(ValueError, match=f"1..256: {maxinflight}"):
+        with pytest.raises(ValueError, match=f"1 to 256, got {maxinflight}"):
             rpc.client("localhost:1", maxinflight=maxinflight)
 
     def test_methods_are_bound_once_and_before_the_start(self, make_server):
@@ -201,7 +237,7 @@ class TestMethods:
         assert 0 < mine["latency_p50"] <= mine["latency_p99"] < WAIT
         theirs = server.stats()
         deadline = time.monotonic() + WAIT
-        while theirs["replies"] < 7:  # It counts a reply after it is sent.
+        while theirs["replies"] < 7:  # Replies are counted after they are sent.
             theirs["replies"] += server.stats()["replies"]
             assert time.monotonic() < deadline
         assert (theirs["calls"], theirs["replies"]) == (7, 7)
@@ -225,7 +261,7 @@ class TestMethods:
         client.stats(), server.stats()
         for _ in range(2):
             client.echo(array).result(WAIT)
-        for _ in range(2):  # A second look sees the same.
+        for _ in range(2):  # Reading the totals does not reset them.
             mine, theirs = client.totals(), server.totals()
             assert mine["calls"] == theirs["calls"] == 3
             assert mine["sent_bytes"] >= 300_000 <= theirs["received_bytes"]
@@ -297,7 +333,7 @@ class TestPostfn:
         server.start(block=False)
         client = rpc.client(server)
         futures = [client.put(np.array(x)) for x in range(10)]
-        # One is in `postfn`, two wait for it, and one more was worked on.
+        # One call is in `postfn`, two wait for it, and one more has been answered.
         for future in futures[:4]:
             future.result(WAIT)
         assert not futures[4].wait(0.1)

@@ -1,4 +1,4 @@
-"""Every call is applied once at most, and exactly once while its server lives."""
+"""Every call is applied at most once, and exactly once while its server lives."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_handshakes_that_are_cut_are_not_taken_for_wrong_keys(monkeypatch, known
 
 
 def test_a_proxy_without_a_server_is_waited_for(monkeypatch):
-    """Some accept connections, and close them, while the server is not up yet."""
+    """Some proxies accept and close connections while the server is not up yet."""
     monkeypatch.setattr(zmq_links, "FAILED_SECONDS", 0.1)
     monkeypatch.setattr(zmq_links, "GREETING_SECONDS", 0.2)
     server = Server(free_port())
@@ -219,7 +219,7 @@ def test_calls_survive_cut_connections(cuts, link):
 
 @pytest.mark.parametrize("restarts", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_calls_to_restarted_servers_are_answered_or_fail(restarts, link):
-    """No call is applied twice, and whoever asks again gets through."""
+    """No call is applied twice, and later calls of the client are answered."""
     port, keys = free_port(), Keys.generate()
     applied: Counter = Counter()
 
@@ -275,7 +275,7 @@ def test_calls_to_restarted_servers_are_answered_or_fail(restarts, link):
 
 
 def test_a_call_that_a_restarted_server_never_got_is_sent_to_it(link, monkeypatch):
-    # Nobody listens between calls, so a loss is seen at the next heartbeat.
+    # No thread listens between calls, so a loss is noticed at the next heartbeat.
     monkeypatch.setattr("embodied.rpc.server.HEARTBEAT", 0.1)
     port, keys = free_port(), Keys.generate()
     with Client(port, keys=keys, link=link) as client:
@@ -308,7 +308,7 @@ def test_a_client_that_comes_back_by_another_link_continues_its_session(monkeypa
     server.bind("act", lambda obs: {"x": obs["x"] + 1}, batch=2, timeout=0.01)
     with server, Client(server.addr, keys=keys, maxinflight=4) as client:
         gate.set()
-        for number in range(2):  # From the second on, replies are in memory.
+        for number in range(2):  # From the second reply on, memory is shared.
             client.add(number, np.zeros(5000)).result(30)
         gate.clear()
         running.clear()
@@ -368,13 +368,13 @@ def test_a_call_in_two_copies_is_applied_once():
     assert session.begin(0, []) == (REPEATED, None)
     session.finish(0, b"reply")
     assert session.begin(0, []) == (REPEATED, b"reply")
-    # 1 stays open for long, 2 is answered and confirmed by 3, then 2 turns up again.
+    # Call 1 stays open, 2 is answered and confirmed by 3, then 2 arrives again.
     assert session.begin(1, [])[0] == NEW
     assert session.begin(2, [1])[0] == NEW
     session.finish(2, b"reply")
     assert session.begin(3, [1])[0] == NEW
     assert session.begin(2, [1]) == (REPEATED, None)
-    # A new server sees the open ones in order, and nothing below them.
+    # To a new server, calls listed as open are new, and unlisted earlier ones repeated.
     later = ClientSession(b"x", HELLO)
     assert later.begin(7, [5])[0] == NEW
     assert later.begin(5, [])[0] == NEW

@@ -1,4 +1,4 @@
-"""A server that was stopped for a while does not take its clients for gone."""
+"""A server that was stopped for a while does not consider its clients gone."""
 
 import os
 import signal

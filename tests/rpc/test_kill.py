@@ -30,7 +30,7 @@ def wait_for(condition, seconds=15):
 
 
 def shared_blocks(pid):
-    """Blocks of shared memory that a process has mapped."""
+    """Counts the blocks of shared memory that a process has mapped."""
     gc.collect()
     with open(f"/proc/{pid}/maps") as file:
         return sum("embodied-bulk" in line for line in file)
@@ -58,7 +58,7 @@ def ask_for_ever(port, keys):
 def test_killed_clients_leave_nothing_in_the_server(rounds):
     rng = random.Random(rounds)
     left = []
-    before = shared_blocks(os.getpid())  # Those of other tests.
+    before = shared_blocks(os.getpid())  # Blocks of other tests.
     server = BatchServer(free_port(), keys=KEYS)
     server.bind("act", lambda x: x, batch=2, timeout=0.01)
     server.bind("echo", lambda x: x)
@@ -88,7 +88,7 @@ def test_clients_outlive_killed_servers(rounds, link):
         for number in range(rounds):
             process = Process(serve, port, KEYS, start=True)
             image = np.full((64, 64, 3), number, np.uint8)
-            # Asked before the server is there, and while it is killed.
+            # Calls are open before the server is up, and while it is killed.
             assert np.array_equal(client.echo(image).result(30), image)
             futures = [client.echo(image) for _ in range(4)]
             time.sleep(rng.uniform(0, 0.05))
@@ -96,10 +96,10 @@ def test_clients_outlive_killed_servers(rounds, link):
             process.join(10)
             with Process(serve, port, KEYS, start=True):
                 for future in futures:
-                    # Those without an answer may have been applied or not.
+                    # A call without an answer may or may not have been applied.
                     with contextlib.suppress(Disconnected):
                         assert np.array_equal(future.result(30), image)
-                # The first one may still have gone to the server that was killed.
+                # The first call may still have gone to the server that was killed.
                 with contextlib.suppress(Disconnected):
                     client.echo(image).result(30)
                 assert np.array_equal(client.echo(image).result(30), image)

@@ -1,4 +1,4 @@
-"""The link between processes of one host: who gets it, what it carries and survives."""
+"""The link within one host: which clients get it, what it carries and survives."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class TestProof:
         raw = [open_raw(server) for _ in range(10)]
         wait_for(lambda: len(server._listeners[0]._unknown) == 5)
         with Client(server.addr, keys=KEYS) as client:
-            # The local link is refused, so ZeroMQ is taken.
+            # The local link is refused, so the client uses ZeroMQ.
             assert client.note(1).result(WAIT) == 1
         for connection in raw:
             connection.close()
@@ -281,7 +281,7 @@ class TestFrames:
 
     def test_what_was_sent_before_the_end_arrives(self):
         one, other = pair()
-        one.send(b"unread")  # Its loss resets the connection.
+        one.send(b"unread")  # Unread data resets the connection.
         other.send(b"last")
         other.close()
         frames = []
@@ -302,7 +302,7 @@ class TestFrames:
 
             server._poller.wait = wait
             server._wakeup.set()
-            assert deaf.wait(WAIT)  # The loop hears nothing now.
+            assert deaf.wait(WAIT)  # The loop receives nothing now.
             futures = [client.note(bytes([i]) * 50_000) for i in range(100)]
             assert client._caller._link._backlog
             assert not futures[-1].wait(0.1)
@@ -329,7 +329,7 @@ class TestDescriptors:
             (frame, zero),
             (frame, unsealed),
             (block, unsealed),
-            (frame, large),  # More than a frame may have.
+            (frame, large),  # Larger than a frame may be.
             (b"B" + bytes(8), sealed),  # A block without a number.
             (b"EMB1", sealed),
             (frame, sealed, sealed),
@@ -351,7 +351,9 @@ class TestDescriptors:
         memories = buffers.Memory(4096), buffers.Memory(8192)
         small, large = (memory.fileno for memory in memories)
         memory.add(1, small)
-        with pytest.raises(wire.WireError, match="has the number 1"):
+        with pytest.raises(
+            wire.WireError, match="the number 1 of a block is 0 or in use"
+        ):
             memory.add(1, small)
         with pytest.raises(wire.WireError, match="over the limit"):
             memory.add(2, large)
@@ -421,7 +423,7 @@ class TestConnections:
             assert not blocked.is_alive()
 
     def test_a_closed_client_leaves_no_thread_and_no_descriptor(self, server, request):
-        gc.disable()  # A closed client gives back what it holds at once.
+        gc.disable()  # A closed client must free its resources without it.
         request.addfinalizer(gc.enable)
         for link in ("local", "remote"):
             for number in range(4):

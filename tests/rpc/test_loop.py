@@ -1,4 +1,4 @@
-"""The loop thread runs quick batches itself, and nobody waits when one is slow."""
+"""The loop thread runs quick batches itself; its deputy takes over if one is slow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAIT = 10
 
 
 class Steps:
-    """Counts the steps of a loop, and lets the next one run a job."""
+    """Counts the steps of a loop, and can make the next step run a job."""
 
     def __init__(self):
         self.count = 0
@@ -77,13 +77,13 @@ class TestLoop:
             first.set()
             wait_until(lambda: steps.led == [False])
             assert steps.wait_for_more() == "loop-deputy"
-            steps.run(lambda: second.wait(WAIT))  # Now it is the other way round.
+            steps.run(lambda: second.wait(WAIT))  # Now the deputy waits.
             wait_until(lambda: steps.threads[-1] == "loop")
             second.set()
             wait_until(lambda: steps.led == [False, False])
 
     def test_both_wait(self):
-        """Nobody leads while both are in a job; whoever is done first goes on."""
+        """Neither thread leads while both run a job; the first to finish goes on."""
         with Steps() as steps:
             first, second = threading.Event(), threading.Event()
             steps.run(lambda: first.wait(WAIT))
@@ -211,7 +211,7 @@ class TestFailures:
 
 
 class Policy:
-    """Says who ran it, and waits when it is told to."""
+    """Records the thread of each call, and waits while its gate is closed."""
 
     def __init__(self):
         self.threads = []
@@ -283,7 +283,7 @@ class TestBatches:
             future = act(client, number)
             wait_until(lambda number=number: policy.numbers[-1:] == [number])
             inside += policy.threads[-1] in LOOP
-            other.open().result(WAIT)  # Only this lets the first one end.
+            other.open().result(WAIT)  # Only this lets the first call end.
             assert future.result(WAIT)["number"] == number
         assert policy.numbers == list(range(len(policy.numbers)))
         assert inside >= 5  # A stall of the machine makes some run elsewhere.

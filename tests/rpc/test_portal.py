@@ -1,4 +1,4 @@
-"""The portal transport beside portal's own classes, and how a transport is chosen."""
+"""The portal transport with portal's own classes, and the choice of a transport."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import portal
 import pytest
-from conftest import WAIT, Backend, same
+from rpc_testing import WAIT, Backend, same
 
 from embodied.rpc import AuthError, Disconnected, RemoteError, free_port, transport
 from embodied.rpc.links import LinkEnded
@@ -104,7 +104,7 @@ class TestPlainClients:
         client = plain(server)
         with pytest.raises(RuntimeError, match=r"ZeroDivisionError: .*divide"):
             answer(client.divide(0))
-        with pytest.raises(RuntimeError, match="no such method"):
+        with pytest.raises(RuntimeError, match="unknown method"):
             answer(client.nope())
 
     def test_they_may_have_many_calls_open(self, backend, plain):
@@ -119,8 +119,8 @@ class TestPlainClients:
             with pytest.raises(RuntimeError, match="256 calls"):
                 answer(future)
         gate.set()
-        # All of them: portal's client ends its process if an answer comes while it is
-        # being closed, since its thread completes a call that `close` has failed.
+        # Wait for all of them: portal's client ends its process if an answer comes
+        # while it closes, since its thread completes a call that `close` has failed.
         for future in futures[:256]:
             assert answer(future)
 
@@ -152,7 +152,7 @@ class TestEnd:
                 link._put(frame)
             assert link.receive() == [b"one", b"two"]
             readable, _, _ = select.select(link.descriptors, [], [], 0)
-            assert readable  # For the end.
+            assert readable  # The end is still to be received.
             with pytest.raises(LinkEnded):
                 link.receive()
         finally:
@@ -224,7 +224,7 @@ class TestDoor:
             server.start(block=False)
             results.append(backend.client(server).echo("x").result(WAIT))
 
-        thread = threading.Thread(target=work)  # Portal warns of these.
+        thread = threading.Thread(target=work)  # Portal warns about plain threads.
         thread.start()
         thread.join(WAIT)
         assert results == ["x"]

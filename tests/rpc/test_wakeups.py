@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 
+import numpy as np
 import psutil
 import pytest
 
-from embodied.rpc import Client, Server, free_port
+from embodied.rpc import BatchServer, Client, Server, free_port
 from embodied.rpc.threads import Wakeup
 
-SLOW = 1.0  # Seconds; a lost wake-up would take a heartbeat, two seconds.
+SLOW = 1.0  # Seconds; a lost wake-up would cost a heartbeat, two seconds.
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def client():
 
 @pytest.fixture
 def eager_switches():
-    """Threads take turns as often as possible, so that races come out."""
+    """Makes threads switch as often as possible, to provoke races."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -77,7 +78,7 @@ def test_callbacks_come_without_anybody_waiting(client, eager_switches):
 
 
 def test_nobody_spins_after_an_interrupt(client):
-    """A wake-up that nobody waited for is taken back, not seen for ever."""
+    """A wake-up that no thread waited for is cleared, so that it does not stay set."""
     client.echo(1).result(10)
     client._caller._turn.interrupt()
     started = sum(psutil.Process().cpu_times()[:2])
@@ -107,7 +108,7 @@ def by_looking(future):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_ways_to_learn_of_an_answer_mix(client, eager_switches, threads):
-    """Whoever waits takes the turn to listen; the others must not miss it."""
+    """One waiting thread listens for all; the others must not miss their answers."""
     slowest = [0.0] * threads
 
     def ask(index):
@@ -123,11 +124,11 @@ def test_ways_to_learn_of_an_answer_mix(client, eager_switches, threads):
 
 
 def test_a_callback_outlasts_who_else_waited(client):
-    """The thread that listened leaves; somebody has to go on."""
+    """When the listening thread leaves, another one has to continue."""
     client.sleep(0.0).result(10)
     listening = threading.Thread(target=lambda: client.sleep(0.2).result(10))
     listening.start()
-    time.sleep(0.1)  # It listens.
+    time.sleep(0.1)  # Until it listens.
     called = threading.Event()
     client.sleep(0.3).add_callback(lambda _: called.set())
     listening.join()
@@ -159,7 +160,7 @@ def test_waiting_for_one_call_after_another_wakes_nobody(client, monkeypatch):
     monkeypatch.setattr(client._caller._turn, "background", background)
     for number in range(100):
         assert client.echo(number).result(10) == number
-    assert len(wakes) < 10  # Heartbeats, on a busy machine.
+    assert len(wakes) < 10  # There may be heartbeats, on a busy machine.
 
 
 def test_a_closed_wakeup_leaves_the_next_owner_of_its_descriptor_alone():
@@ -177,3 +178,25 @@ def test_a_closed_wakeup_leaves_the_next_owner_of_its_descriptor_alone():
         assert os.eventfd_read(stranger) == 1
     finally:
         os.close(stranger)
+
+
+def test_a_batch_whose_deadline_passes_before_the_wait_goes_out():
+    class Late(BatchServer):
+        """Its loop is held up once, between the look for ready batches and the wait."""
+
+        held = False
+
+        def _due(self):
+            if not self.held and self._rows_waiting():
+                self.held = True
+                time.sleep(0.06)
+            return super()._due()
+
+    port = free_port()
+    server = Late(port)
+    server.bind("act", lambda obs: obs, batch=4, timeout=0.05)
+    with server, Client(port) as client:
+        client.connect(10)
+        begin = time.monotonic()
+        client.act({"x": np.zeros(3)}).result(10)
+    assert server.held and time.monotonic() - begin < SLOW

@@ -1,4 +1,4 @@
-"""Frames: what is sent arrives, and nothing bad gets past the decoder."""
+"""Frames arrive as they were sent, and the decoder refuses malformed ones."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import tracemalloc
 import msgpack
 import numpy as np
 import pytest
-from conftest import same
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rpc_testing import same
 from wire_testing import (
     array_node,
     decode_tree,
@@ -21,7 +21,8 @@ from wire_testing import (
     tuple_node,
 )
 
-from embodied.rpc import structures, wire
+from embodied.rpc import wire
+from embodied.rpc.batching import row_frames
 from embodied.rpc.wire import Codec, WireError
 
 
@@ -155,7 +156,7 @@ class TestLengths:
         frame = frame_with(["m", node], payload=bytes(2 * 640))
         Codec(max_bytes=1280).decode(frame)
         for codec in (Codec(max_bytes=1279), Codec(max_bytes=600)):
-            for _ in range(2):  # Also when the header is known.
+            for _ in range(2):  # Also when the header is cached.
                 with pytest.raises(WireError, match="1280 bytes"):
                     codec.decode(frame)
 
@@ -203,13 +204,13 @@ class TestTables:
 
 
 class TestKnownLooks:
-    """One dict of arrays that looks like one before it takes a shorter way."""
+    """The spec of a dict of arrays is cached by its keys, dtypes and shapes."""
 
     @given(trees, trees)
     def test_the_short_way_gives_the_same(self, first, second):
         codec = Codec()
         for tree in (first, first, second, first, {"x": first}, {"x": first}):
-            encoded, expected = structures.flatten("m", [tree])
+            encoded, expected = wire.flatten("m", [tree])
             spec, arrays = codec.flatten("m", [tree])
             assert spec.encoded == encoded
             assert same([np.asarray(x) for x in arrays], expected)
@@ -233,7 +234,7 @@ class TestKnownLooks:
             for method in ("m", ""):
                 codec.flatten("m", [base])
                 spec, _ = codec.flatten(method, data)
-                assert spec.encoded == structures.flatten(method, data)[0]
+                assert spec.encoded == wire.flatten(method, data)[0]
 
     def test_rows_of_a_batch_have_frames_like_any_other(self):
         codec = Codec()
@@ -244,12 +245,12 @@ class TestKnownLooks:
             np.array([True, False, True, False]),
         ]
         spec, _ = codec.flatten("", [{str(i): x[0] for i, x in enumerate(arrays)}])
-        frames = wire.row_frames(wire.REPLY, spec, arrays, [(7, 2), (9, 0)])
+        frames = row_frames(spec, arrays, [(7, 2), (9, 0)])
         for (seq, index), frame in zip([(7, 2), (9, 0)], frames):
             chosen = [np.asarray(x[index]) for x in arrays]
             assert frame == wire.encode(wire.REPLY, seq, spec, chosen)
 
 
 def table_sizes(codec):
-    """The entries of a codec's largest table, whatever it is called."""
+    """Returns the number of entries in a codec's largest table."""
     return max(len(x) for x in vars(codec).values() if isinstance(x, dict))

@@ -1,4 +1,4 @@
-"""What tests of the wire format share: data, and frames that are as bad as wanted."""
+"""Random data and malformed frames, shared by the tests of the wire format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from embodied.rpc import structures, wire
+from embodied.rpc import wire
 from embodied.rpc.wire import Codec
 
 EXTENDED = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
@@ -35,7 +35,7 @@ def extended_arrays(draw):
 
 @st.composite
 def views(draw):
-    """Arrays that are not contiguous."""
+    """Arrays that need not be contiguous."""
     shape = draw(hnp.array_shapes(min_dims=1, max_dims=3, max_side=5))
     array = draw(hnp.arrays(np.int32, shape))
     return array[draw(hnp.basic_indices(shape, allow_ellipsis=False))].T
@@ -69,13 +69,13 @@ def encode(tree, method="act", codec=None, **kwargs):
 
 
 def frame_with(header, extra=b"", payload=b""):
-    """A frame whose header is what it likes to be."""
+    """Returns a frame with any header, valid or not."""
     header = header if isinstance(header, bytes) else msgpack.packb(header)
     sizes = len(header), len(extra)
     head = wire.PRELUDE.pack(wire.MAGIC, wire.CALL, 0, 0, *sizes, 7)
     frame = head + header + extra
     if payload:
-        frame += bytes(-len(frame) % structures.ALIGN) + payload
+        frame += bytes(-len(frame) % wire.ALIGN) + payload
     return frame
 
 
@@ -84,10 +84,10 @@ def decode_tree(frame, codec=None):
 
 
 def array_node(dtype="<f4", shape=(2,)):
-    """An array in a header."""
+    """Returns the header node of an array."""
     return msgpack.ExtType(1, msgpack.packb([dtype, list(shape)]))
 
 
 def tuple_node(children):
-    """A tuple in a header."""
+    """Returns the header node of a tuple."""
     return msgpack.ExtType(2, msgpack.packb(children))

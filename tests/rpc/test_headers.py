@@ -1,4 +1,4 @@
-"""Nested data: what goes in comes out, and nothing bad gets past the checks."""
+"""Nested data arrives unchanged, and the checks refuse malformed data."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import ml_dtypes
 import msgpack
 import numpy as np
 import pytest
-from conftest import same
 from hypothesis import given
 from hypothesis import strategies as st
+from rpc_testing import same
 from wire_testing import (
     array_node,
     arrays,
@@ -19,7 +19,7 @@ from wire_testing import (
     tuple_node,
 )
 
-from embodied.rpc import structures, wire
+from embodied.rpc import wire
 from embodied.rpc.wire import Codec, WireError
 
 
@@ -47,7 +47,7 @@ class TestRoundTrips:
         message = Codec().decode(frame)
         _, result = message.spec.views(message.frame, message.start)
         leaf = message.spec.leaves[1]
-        assert (message.start + leaf.offset) % structures.ALIGN == 0
+        assert (message.start + leaf.offset) % wire.ALIGN == 0
         if result.nbytes:
             assert np.shares_memory(result, np.frombuffer(frame, np.uint8))
 
@@ -100,7 +100,7 @@ class TestWhatCannotBeSent:
 
     def test_too_many_arrays(self):
         with pytest.raises(WireError, match="4096 arrays"):
-            encode([np.zeros(1)] * (structures.MAX_ARRAYS + 1))
+            encode([np.zeros(1)] * (wire.MAX_ARRAYS + 1))
 
     def test_a_list_that_holds_itself(self):
         endless: list = []
@@ -117,10 +117,10 @@ class TestWhatCannotBeSent:
                 tree = kind([tree])
             return tree
 
-        deepest = nested(structures.MAX_DEPTH)
+        deepest = nested(wire.MAX_DEPTH)
         assert same(decode_tree(encode(deepest)), deepest)
         with pytest.raises(WireError, match="level"):
-            encode(nested(structures.MAX_DEPTH + 1))
+            encode(nested(wire.MAX_DEPTH + 1))
 
 
 class TestLimits:
@@ -205,7 +205,7 @@ class TestLimits:
     def test_depth(self):
         for leaf in (1, array_node(shape=[0])):
             node = leaf
-            for _ in range(structures.MAX_DEPTH):
+            for _ in range(wire.MAX_DEPTH):
                 node = [node]
             Codec().decode(frame_with(["m", node]))
             with pytest.raises(WireError, match="deeper"):
@@ -224,7 +224,7 @@ class TestLimits:
             Codec().decode(frame_with(["m", node]))
 
     def test_count_of_arrays(self):
-        leaf, most = array_node(shape=[0]), structures.MAX_ARRAYS
+        leaf, most = array_node(shape=[0]), wire.MAX_ARRAYS
         assert len(decode_tree(frame_with(["m", [leaf] * most]))) == most
         with pytest.raises(WireError, match="4096 arrays"):
             Codec().decode(frame_with(["m", [leaf] * (most + 1)]))
@@ -248,7 +248,7 @@ class TestSchema:
 
     def check(self, *args, rows=0):
         spec, _ = Codec().flatten("act", args)
-        structures.check_schema(SCHEMA, spec, rows)
+        wire.check_schema(SCHEMA, spec, rows)
 
     def test_what_fits(self):
         self.check(self.obs())
