@@ -1,11 +1,10 @@
 """The loops that put everything together: `train`, `train_eval`, `eval_only`.
 
-Start with `train`, which reads as one screen; `training_run` has the functions that it
-calls, and there is one file for each thing behind that: `collecting` (environments,
-evaluation), `trainer`, `saving` (checkpoints), `metrics`,
-`console` (messages and signals). The loop over many processes is in `parallel`, which
-is imported on first use. How much to train for each step is decided in
-`replay/limiters.py`.
+Start with `train`, which fits on one screen; `training_run` has the functions that it
+calls, and each of their components has its own file: `collecting` (environments,
+evaluation), `trainer`, `saving` (checkpoints), `metrics`, `console` (messages and
+signals). The loop over many processes is in `parallel`, which is imported on first
+use. How much to train for each step is decided in `replay/limiters.py`.
 """
 
 import importlib

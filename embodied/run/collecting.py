@@ -18,9 +18,9 @@ from embodied.run.settings import RunSettings
 
 MakeEnv = Callable[[int], Env]
 
-# Episodes whose mean score a result has: few, since those of a policy that has learned
-# since are not what a reader wants to know.
-RECENT = 10
+# Episodes in the mean score of a result: few, since the policy has improved since older
+# ones were played.
+RECENT_EPISODES = 10
 
 
 def make_driver(
@@ -40,7 +40,7 @@ def make_driver(
 
 
 class Collector:
-    """Steps the training environments: every step is counted, stored and logged.
+    """Steps the training environments: counts, stores and logs every step.
 
     A context manager, which closes the environments.
 
@@ -48,7 +48,7 @@ class Collector:
       agent: acts in mode 'train'.
       make_env: makes the environment of an id.
       replay: gets the steps.
-      logger: gets score and length of every episode; its step is counted.
+      logger: gets score and length of every episode; its step counter is increased.
       episodes: gets the steps for the statistics.
       settings: the `run` block.
     """
@@ -64,7 +64,9 @@ class Collector:
     ):
         self.steps = 0
         self.episodes = 0
-        self.scores: collections.deque[float] = collections.deque(maxlen=RECENT)
+        self.scores: collections.deque[float] = collections.deque(
+            maxlen=RECENT_EPISODES
+        )
         self._policy = functools.partial(agent.policy, mode="train")
         self._replay = replay
         self._logger = logger
@@ -102,14 +104,15 @@ class Evaluator:
         while not evaluator.done:
           evaluator.play()
 
-    The numbers are fixed, because the first episodes to finish out of many are the
-    short ones. Further episodes of an environment, while others are still at theirs,
-    do not count. A context manager, which closes the environments.
+    The number per environment is fixed, because the first episodes to finish out of
+    many are the short ones. If an environment has played its episodes before the
+    others, its further ones do not count. A context manager, which closes the
+    environments.
 
     Args:
       agent: acts in mode 'eval'.
-      driver: of the environments, which the evaluator owns from here on.
-      amount: episodes in all, spread over the environments.
+      driver: driver of the environments; the evaluator closes it.
+      amount: number of episodes in all, spread over the environments.
       logger: gets score and length of every episode.
       episodes: gets the steps for the statistics.
       replay: gets all steps, if given.
@@ -125,7 +128,7 @@ class Evaluator:
         replay: Replay | None = None,
     ):
         self.steps = 0
-        # By episode since `begin`; `largest` is that of each scalar key `log/...`.
+        # Per episode since `begin`; `largest` has the maximum of each scalar `log/...`.
         self.scores: list[float] = []
         self.lengths: list[float] = []
         self.largest: dict[str, list[float]] = {}
@@ -137,7 +140,7 @@ class Evaluator:
         self._episodes = episodes
         self._replay = replay
         self._left = [0] * len(driver)  # Episodes to come, by environment.
-        # Largest values in the episode that is played, by environment.
+        # Largest values so far in the current episode, by environment.
         self._running: list[dict[str, float]] = [{} for _ in range(len(driver))]
         driver.on_step(self._add)
 
@@ -153,7 +156,7 @@ class Evaluator:
         return not any(self._left)
 
     def begin(self) -> None:
-        """Begins anew: with the first episode of each environment."""
+        """Starts an evaluation: forgets the last one and resets all environments."""
         share, rest = divmod(self._amount, len(self._left))
         self._left = [share + (worker < rest) for worker in range(len(self._left))]
         self.scores, self.lengths, self.largest = [], [], {}

@@ -1,9 +1,9 @@
 """Evaluates an agent from a checkpoint, in one process.
 
-Files that it writes, below the logdir, for an agent of step 1000:
+Files that are written below the logdir, for an agent that was saved at step 1000:
 
     eval/1000.json          scores, their mean and its confidence interval
-    eval/1000-image.mp4     an episode, by key of the image; a GIF without ffmpeg
+    eval/1000-image.mp4     an episode, per image key; a GIF if there is no ffmpeg
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from embodied.run.viewer import Window, pick_frame
 FOLDER = "eval"  # In the logdir.
 CONFIDENCE = 0.95
 VIDEO_FPS = 15
-VIDEO = "eval_epstats/policy_"  # Names of videos among the metrics begin with it.
+VIDEO = "eval_epstats/policy_"  # Prefix of the names of videos among the metrics.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Evaluation:
     """Scores of an evaluation.
 
     Attributes:
-      step: at which the agent was saved.
-      scores: of all episodes.
-      lengths: of all episodes, in actions.
-      wanted: number of episodes that were to be played.
-      largest: of all episodes, the largest value of each scalar key `log/...`.
+      step: step at which the agent was saved.
+      scores: scores of all finished episodes.
+      lengths: lengths of these episodes, in actions.
+      wanted: number of episodes that were requested.
+      largest: for each scalar key `log/...`, its largest value in each episode.
     """
 
     step: int
@@ -89,7 +89,7 @@ class Evaluation:
             return f"No episode was finished (of {self.wanted})."
         episodes = f"{count} episode{'s' if count > 1 else ''}"
         if count < self.wanted:
-            episodes += f" (of {self.wanted}, so that short ones count too much)"
+            episodes += f" (of {self.wanted}, so that short ones are over-represented)"
         text = f"{episodes} of the agent of step {self.step}: mean score {mean:.4g}"
         if interval is not None:
             low, high = interval
@@ -106,10 +106,10 @@ def eval_only(
     """Plays episodes with the agent of `args.from_checkpoint`, and prints the score.
 
     `args.eval_eps` episodes are played in at most `args.envs` environments.
-    `args.steps`, `args.duration`, Ctrl-C and SIGTERM end it before that. Metrics are
+    `args.steps`, `args.duration`, Ctrl-C and SIGTERM end it earlier. Metrics are
     logged at the step at which the agent was saved. Scores are written to a JSON file
     in `args.logdir`, with a video of the last episode of the first environment beside
-    it if there are images, and a window shows that environment with `args.render`.
+    it if there are images. With `args.render` a window shows that environment.
 
     Args:
       make_agent: makes the agent, of which only `load`, `init_policy` and `policy`
@@ -203,9 +203,9 @@ def write_result(
 
     Args:
       logdir: where to write.
-      source: of the checkpoint.
+      source: logdir or folder that the checkpoint was loaded from.
       result: the scores.
-      videos: [T, H, W, C] uint8 by key of the image.
+      videos: videos [T, H, W, C] uint8 by image key.
     """
     stem = f"{FOLDER}/{result.step}"
     names = []
@@ -236,5 +236,5 @@ def write_result(
 
 
 def _for_json(value: float | None) -> float | None:
-    """Returns None for a number that is not finite, which JSON lacks."""
+    """Returns the value, or None if it is not finite, which JSON cannot hold."""
     return value if value is not None and math.isfinite(value) else None

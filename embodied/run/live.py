@@ -4,8 +4,8 @@
         note_event("save", "Saved step 1000.", step=1000)
 
 `live.json` is replaced every second by the process that logs. `events.jsonl` gets a
-line for every event and every warning, from each process of the run that has the
-logdir. Neither is needed by the run: a disk that is full costs lines, and nothing else.
+line for every event and every warning, from each process of the run whose host has the
+logdir. The run depends on neither file: if the disk is full, only lines are lost.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from embodied.checkpoint.files import temporary_beside
 
 LIVE, EVENTS = "live.json", "events.jsonl"  # In the logdir.
 LIVE_SECONDS = 1.0
-LIVE_SCORES = 50  # Of the newest episodes.
+LIVE_SCORES = 50  # Number of newest episodes whose scores are shown.
 STEP_SECONDS = 15.0  # Between events of kind STEP.
 # Kinds of events, beside `warning` and `fault` for log messages of these levels.
 START, END, FAILED = "start", "end", "failed"
 SAVE, RESTART, HOST = "save", "restart", "host"
-STEP = "step"  # Not for people: which step was reached when.
+STEP = "step"  # For programs, not for people: which step was reached when.
 WARNING, FAULT = "warning", "fault"
 
-MOST_PER_MINUTE = 60  # Warnings of a process; what floods a terminal fills no disk.
+MOST_PER_MINUTE = 60  # Warnings of a process, so that a flood does not fill the disk.
 TEXT_LENGTH = 500
 RATE_SECONDS = 5.0
-END_SECONDS = 5.0  # For the last write, on a disk that may hang.
+END_SECONDS = 5.0  # How long to wait for a write at the end; the disk may hang.
 
 _events = logging.getLogger("embodied.events")
 
 
 def note_event(kind: str, text: str, **facts: Any) -> None:
-    """Records an event where `record_events` is active; elsewhere it is forgotten.
+    """Records an event if `record_events` is active, and drops it otherwise.
 
     Args:
       kind: one of the kinds above.
@@ -58,8 +58,8 @@ def note_event(kind: str, text: str, **facts: Any) -> None:
 def record_events(logdir: str | os.PathLike[str]) -> Iterator[None]:
     """Appends events, and warnings of the framework, to the logdir's `events.jsonl`.
 
-    Does nothing where they are recorded already, or where there is no such folder, as
-    on a host that only steps environments.
+    Does nothing if they are recorded already, or if the logdir does not exist, as on a
+    host that only steps environments.
     """
     loggers = (logging.getLogger("embodied"), _events)
     recorded = any(isinstance(handler, _Recorder) for handler in _events.handlers)
@@ -67,7 +67,7 @@ def record_events(logdir: str | os.PathLike[str]) -> Iterator[None]:
         yield
         return
     recorder = _Recorder(Path(logdir, EVENTS))
-    # Else events would be printed, as messages are.
+    # If events reached the parent logger, they would be printed like messages.
     level, propagate = _events.level, _events.propagate
     _events.setLevel(logging.INFO)
     _events.propagate = False
@@ -78,21 +78,21 @@ def record_events(logdir: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(recorder)
-        _events.setLevel(level)  # An assignment would leave what is cached of it.
+        _events.setLevel(level)  # An assignment would not clear the cached level.
         _events.propagate = propagate
         recorder.close()
 
 
 @contextlib.contextmanager
 def record_run(logdir: str | os.PathLike[str], script: str) -> Iterator[None]:
-    """Records events in the body, and its beginning and end among them.
+    """Records the events of the body, and its beginning and end.
 
     Args:
       logdir: folder of the run.
-      script: what runs, for the text.
+      script: what runs, for the text of the first event.
     """
     with record_events(logdir):
-        note_event(START, f"{script} begins.", **whereabouts())
+        note_event(START, f"{script} begins.", **process_info())
         try:
             yield
         except BaseException as error:
@@ -104,8 +104,8 @@ def record_run(logdir: str | os.PathLike[str], script: str) -> Iterator[None]:
         note_event(END, "The run has ended.")
 
 
-def whereabouts() -> dict[str, Any]:
-    """Returns host and number of this process."""
+def process_info() -> dict[str, Any]:
+    """Returns the host and the id of this process."""
     return {"host": socket.gethostname(), "pid": os.getpid()}
 
 
@@ -142,7 +142,7 @@ class _Recorder(logging.Handler):
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Appends a JSON object as one line, by one write."""
+    """Appends a JSON object as one line, in a single write."""
     line = {**line, "text": str(line.get("text", ""))[:TEXT_LENGTH]}
     data = json.dumps(plain(line), allow_nan=False) + "\n"
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -153,7 +153,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value as JSON has it: without NaN, infinities and array scalars."""
+    """Returns a value that JSON can hold: NaN and infinities become None."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -190,13 +190,13 @@ class Rate:
 
 
 class LiveFile:
-    """Replaces `live.json` every second, by a thread, while the body runs.
+    """Replaces `live.json` every second, in a thread, while the body runs.
 
     Args:
       logdir: folder of the run.
-      collect: returns what to write, as plain values. Called by the thread alone, and
-        once more at the end, by whom leaves the body.
-      every: seconds.
+      collect: returns what to write, as plain values. Only the thread calls it; once
+        the thread has ended, the caller that leaves the body calls it a last time.
+      every: seconds between two writes.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class LiveFile:
     def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join(END_SECONDS)
-        if not self._thread.is_alive():  # Else the disk does not answer.
+        if not self._thread.is_alive():  # Otherwise the disk hangs.
             self._write("ended")
 
     def _run(self) -> None:
@@ -228,11 +228,11 @@ class LiveFile:
             self._write("live")
 
     def _write(self, state: str) -> None:
-        # A name of its own: after a restart, two may write for a moment. It is one that
-        # is removed at the next start if this process is killed meanwhile.
+        # A unique name: after a restart, two processes may write for a moment. If this
+        # process is killed meanwhile, the next start removes the file.
         temporary = temporary_beside(self._path)
         try:
-            facts = {"time": time.time(), "state": state, **whereabouts()}
+            facts = {"time": time.time(), "state": state, **process_info()}
             facts |= self._collect()
             temporary.write_text(json.dumps(plain(facts), allow_nan=False))
             os.replace(temporary, self._path)

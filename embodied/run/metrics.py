@@ -12,10 +12,10 @@ import numpy as np
 
 
 class Means:
-    """Averages metrics over updates: means of numbers, the last of anything else.
+    """Averages metrics over updates: means of numbers, the last value of all else.
 
-    Values may be arrays on a device. They are looked at one update later, so that
-    nobody has to wait for the device meanwhile.
+    Values may be arrays on a device. They are read one update later, so that `add` does
+    not wait for the device.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Meter:
         logger.add(meter.result())     # {'fps/train': …, 'timer/train': …}
 
     `fps/NAME` are counts per second; `timer/NAME` are shares of the time, between 0
-    and 1, which sum to less than 1 by the time outside of sections.
+    and 1. The remainder to a sum of 1 is time outside of sections.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -62,7 +62,7 @@ class Meter:
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Measures how long the body takes. Sections do not lie within one another."""
+        """Measures how long the body takes. Sections must not be nested."""
         start = self._clock()
         try:
             yield

@@ -1,12 +1,12 @@
-"""Saves all of a run as one checkpoint, and restores it. Any process that has state.
+"""Saves a whole run as one checkpoint, and restores it. Any process that has state.
 
 A save takes the state of all parts at one moment, writes it, and commits it:
 
     records = writer.write(tag, {'agent': agent.save(), 'replay': replay.cut()})
-    checkpoint.commit(tag, records, {'step': step})    # If that fails: discard both.
+    checkpoint.commit(tag, records, {'step': step})
 
-`RunCheckpoint` does so for a run in one process; for a run over several processes see
-`parallel/conductor.py`.
+If that fails, `discard` of both removes the files. `RunCheckpoint` does all of this for
+a run in one process; for a run over several processes see `parallel/conductor.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import dataclasses
 import io
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,13 +25,14 @@ from embodied.checkpoint import (
     Checkpoint,
     CheckpointError,
     DiskTooSmallError,
-    FileRecord,
     Manifest,
+    PartWriter,
     write_file,
 )
 from embodied.driver import EnvError
-from embodied.replay import Replay, ReplayCut, SavedReplay
-from embodied.run.live import SAVE, note_event
+from embodied.logger import StepCount
+from embodied.replay import Replay
+from embodied.run.live import SAVE
 from embodied.run.settings import RunSettings
 
 FOLDER = "ckpt"  # In the logdir.
@@ -43,7 +44,7 @@ logger = logging.getLogger("embodied.run")
 
 
 class Part(Protocol):
-    """Something with state: the agent, a replay, and so on."""
+    """A component with state, such as the agent or a replay."""
 
     def save(self) -> Tree:
         """Returns all state as arrays and plain values."""
@@ -52,110 +53,34 @@ class Part(Protocol):
         """Restores what `save` returned."""
 
 
-class StepCount:
-    """The logger's step counter, as a part of checkpoints."""
+def check_replicas(parts: Iterable[str], name: str, replicas: int) -> None:
+    """Raises CheckpointError if a part was saved by another number of replicas.
 
-    def __init__(self, counter: Any):
-        self._counter = counter
-
-    def save(self) -> Tree:
-        """Returns the number of agent steps of training environments."""
-        return {"step": int(self._counter)}
-
-    def load(self, data: Tree) -> None:
-        """Goes on counting from there."""
-        self._counter.load(int(data["step"]))
-
-
-def rewind(logger: Any) -> None:
-    """Has a logger take back what it has shown of steps after its present one.
-
-    Loggers of users need not know how.
-    """
-    getattr(logger, "rewind", lambda: None)()
-
-
-class PartWriter:
-    """Writes parts of checkpoints, and removes those that were not committed.
+    Their steps and sequences would be lost, and the metrics of all steps removed.
 
     Args:
-      checkpoint: that the parts belong to.
-      root: the logdir.
-      suffix: of the names of parts.
+      parts: names of all parts of a checkpoint.
+      name: name of the part without a suffix. A checkpoint need not have it.
+      replicas: of the present run.
     """
+    saved = sum(part == name or part.startswith(f"{name}/") for part in parts)
+    if saved not in (0, replicas):
+        raise CheckpointError(
+            f"replicas: the run in this logdir was saved with {saved}, got {replicas}. "
+            f"Continue it with --replicas {saved}, or choose another --logdir."
+        )
 
-    def __init__(self, checkpoint: Checkpoint, root: Path, suffix: str = ""):
-        self._checkpoint = checkpoint
-        self._root = root
-        self._suffix = suffix
-        self._tag = ""
-        self._saved: list[SavedReplay] = []  # Under that tag.
-        self._warned = False  # Whether it was looked if the disk has room for more.
 
-    def write(
-        self, tag: str, states: Mapping[str, Tree | ReplayCut]
-    ) -> list[FileRecord]:
-        """Writes parts under a tag; returns the records to commit.
-
-        Args:
-          tag: from `Checkpoint.new_tag`.
-          states: by name of the part, its state or the cut of a replay. Cuts are
-            closed.
-
-        Raises:
-          CheckpointError: one could not be written; replays have removed their files.
-        """
-        self._tag, self._saved = tag, []
-        records: list[FileRecord] = []
-        parts: list[FileRecord] = []
-        try:
-            with contextlib.ExitStack() as stack:
-                for state in states.values():
-                    if isinstance(state, ReplayCut):
-                        stack.enter_context(state)
-                for name, state in states.items():
-                    if isinstance(state, ReplayCut):
-                        with state:  # Ends here, so that inserts that wait go on.
-                            saved = state.write()
-                        self._saved.append(saved)
-                        records += saved.records(self._root)
-                        state = saved.data
-                    name += self._suffix
-                    parts += self._checkpoint.write_part(tag, name, state)
-        except BaseException:
-            self.discard(tag)
-            raise
-        self._warn_of_room(parts)
-        return records + parts
-
-    def _warn_of_room(self, parts: list[FileRecord]) -> None:
-        """Says so at the first save if the disk cannot hold as many as are kept."""
-        if self._warned:
-            return
-        self._warned = True
-        with contextlib.suppress(CheckpointError, OSError):  # No reason not to save.
-            nbytes = sum(record.size for record in parts)
-            if problem := self._checkpoint.find_room_problem(nbytes):
-                logger.warning(problem)
-
-    def discard_uncommitted(self) -> None:
-        """Removes the files of replays of the last save, if nobody has committed it.
-
-        Call it before the state of the next save is taken: who conducted the last one
-        may have died before it could say that it failed.
-        """
-        if self._saved and not self._checkpoint.may_be_committed(self._tag):
-            self.discard(self._tag)
-
-    def discard(self, tag: str) -> None:
-        """Removes the files of replays that the last `write` wrote under a tag.
-
-        Those of parts are removed by `Checkpoint.discard`.
-        """
-        if tag == self._tag:
-            for saved in self._saved:
-                saved.discard()
-            self._saved = []
+def load_files(replay: Replay, folder: Path) -> None:
+    """Loads the steps in the folder of a replay, for a run without a checkpoint."""
+    if folder.is_dir():
+        replay.load(directory=folder)
+        if len(replay):
+            logger.info(
+                "There is no checkpoint; %s has %d sequences from its folder.",
+                folder.name,
+                len(replay),
+            )
 
 
 class RunCheckpoint:
@@ -169,14 +94,14 @@ class RunCheckpoint:
               checkpoint.save()
 
     All parts are saved at one step and committed together: the newest whole
-    checkpoint is loaded, or none. Files of replays are not required to be whole; the
-    replay leaves out those that are not.
+    checkpoint is loaded, or none. A checkpoint counts as whole even if files of a
+    replay are damaged; the replay leaves these out.
 
     Args:
       settings: `logdir`, `keep` and where to start from; see `restore`.
-      counter: the step. Changes between two steps are told by `changed`.
-      agent: has the state that `from_checkpoint` replaces.
-      parts: what else there is, by name. That of a replay is its folder's name.
+      counter: step counter. Call `changed` for changes between two steps.
+      agent: agent to save; `from_checkpoint` replaces its initial state.
+      parts: all other parts by name. The name of a replay is that of its folder.
     """
 
     def __init__(
@@ -195,7 +120,7 @@ class RunCheckpoint:
         self._settings = settings
         self._root = Path(settings.logdir)
         self._checkpoint = Checkpoint(self._root, FOLDER, keep=settings.keep)
-        self._writer = PartWriter(self._checkpoint, self._root)
+        self._writer = PartWriter(self._checkpoint)
         self._counter = counter
         self._agent = agent
         self._parts: dict[str, Part] = {
@@ -203,15 +128,15 @@ class RunCheckpoint:
             LOGGER: StepCount(counter),
             **parts,
         }
-        # Step of the last save; None if there is something new since.
+        # Step of the last save; None if something has changed since.
         self._saved: int | None = None
 
     def restore(self) -> None:
-        """Continues the run of the logdir, or starts one and saves that.
+        """Continues the run of the logdir, or starts a new one and saves it.
 
         A new run takes the agent from `from_checkpoint`, if given, restricted to the
-        parameter names that `from_checkpoint_regex` matches, and its replays from what
-        lies in their folders.
+        parameter names that `from_checkpoint_regex` matches. Its replays load the
+        files that lie in their folders.
 
         Raises:
           CheckpointError: there are checkpoints, but none is whole.
@@ -227,7 +152,7 @@ class RunCheckpoint:
 
     @contextlib.contextmanager
     def saved_at_end(self, finish: Callable[[], None]) -> Iterator[None]:
-        """Saves when the body has ended, or was ended by an environment's failure.
+        """Saves when the body ends, also if an environment's failure ends it.
 
         Args:
           finish: called before that save.
@@ -238,7 +163,7 @@ class RunCheckpoint:
         try:
             yield
         except EnvError:
-            # What was collected and learned until then is as it should be.
+            # Everything that was collected and learned until then is valid.
             finish()
             self.save()
             raise
@@ -250,17 +175,17 @@ class RunCheckpoint:
             )
 
     def changed(self) -> None:
-        """Notes that there is something to save although no step was counted."""
+        """Records that the state has changed although no step was counted."""
         self._saved = None
 
     def save(self) -> bool:
-        """Saves unless nothing has changed; returns whether all is saved.
+        """Saves if something has changed; returns whether everything is saved.
 
-        A full disk or the like is a warning: the last checkpoint is untouched, and
-        training goes on.
+        A failure, such as a full disk, is a warning: the last checkpoint is untouched,
+        and training goes on.
 
         Raises:
-          DiskTooSmallError: no save could ever succeed, which the first one finds.
+          DiskTooSmallError: no save could ever succeed; the first save raises it.
         """
         step = int(self._counter)
         if step == self._saved:
@@ -279,21 +204,24 @@ class RunCheckpoint:
                 self._take_back(tag)
             if isinstance(error, DiskTooSmallError):
                 raise
-            stands = self._checkpoint.what_stands()
+            stands = self._checkpoint.describe_last()
             logger.warning("Step %d was not saved. %s %s", step, error, stands)
             return False
         self._saved = step
-        note_event(SAVE, f"Saved step {step}.", step=step, tag=tag)
+        event = {"kind": SAVE, "step": step, "tag": tag}
+        logger.info("Saved step %d.", step, extra={"event": event})
         return True
 
     def _take_back(self, tag: str) -> None:
-        """Removes the files of a save that failed, for the next to have room."""
+        """Removes the files of a failed save, so that the next one has room."""
         try:
-            # What was committed after all, although that raised, is left alone.
+            # A commit may have succeeded although it raised; then all files stay.
             if self._checkpoint.discard(tag):
                 self._writer.discard(tag)
         except (CheckpointError, OSError) as error:
-            logger.warning("Files of that save may be left. %s", error)
+            logger.warning(
+                "Some files of the failed save could not be removed. %s", error
+            )
 
     def _start(self) -> None:
         if self._settings.from_checkpoint:
@@ -303,24 +231,18 @@ class RunCheckpoint:
                 self._settings.from_checkpoint_regex,
             )
         for name, part in self._parts.items():
-            folder = self._root / name
-            if isinstance(part, Replay) and folder.is_dir():
-                part.load(directory=folder)
-                if len(part):
-                    logger.info(
-                        "There is no checkpoint; %s has %d sequences from before.",
-                        name,
-                        len(part),
-                    )
+            if isinstance(part, Replay):
+                load_files(part, self._root / name)
 
     def _resume(self, manifest: Manifest) -> None:
         found = self._checkpoint.parts(manifest)
-        # Also what checkpoints list that were skipped: a person may mend them.
+        # Includes the files of skipped checkpoints, which a person may repair.
         listed = self._checkpoint.listed()
+        check_replicas(found, LOGGER, replicas=1)
         for name, part in self._parts.items():
             if name not in found:
                 logger.warning(
-                    "Checkpoint %s has no part %r, which starts anew.",
+                    "Checkpoint %s has no part %r; it starts from its initial state.",
                     manifest.tag,
                     name,
                 )
@@ -336,8 +258,8 @@ class RunCheckpoint:
 
 
 @contextlib.contextmanager
-def must_continue(logdir: str | os.PathLike[str]) -> Iterator[None]:
-    """Explains what to do if the run of a logdir does not fit the settings of this one.
+def explain_mismatch(logdir: str | os.PathLike[str]) -> Iterator[None]:
+    """Explains what to do if the run in a logdir does not fit the present settings.
 
     Raises:
       CheckpointError: the body raised a ValueError.
@@ -351,13 +273,13 @@ def must_continue(logdir: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def describe_run(logdir: str | os.PathLike[str], agent: Agent) -> None:
+def write_config(logdir: str | os.PathLike[str], agent: Agent) -> None:
     """Writes `config.yaml`, for other programs, unless the logdir has one.
 
     Args:
-      logdir: of the run.
-      agent: with the whole configuration as its attribute `config`; nothing is written
-        for one that has none.
+      logdir: folder of the run.
+      agent: agent whose attribute `config` is the whole configuration; if it has no
+        such attribute, nothing is written.
     """
     config = getattr(agent, "config", None)
     if config and not Path(logdir, CONFIG_FILE).exists():
@@ -366,8 +288,8 @@ def describe_run(logdir: str | os.PathLike[str], agent: Agent) -> None:
 
 
 def config_yaml(config: Mapping[str, Any]) -> bytes:
-    """Returns a configuration as `config.yaml` has it."""
-    # Here, because importing the framework should not import its parser.
+    """Returns the contents of `config.yaml` for a configuration."""
+    # Here, because importing the framework should not import a YAML parser.
     from ruamel.yaml import YAML
 
     yaml: Any = YAML(typ="safe")
@@ -383,9 +305,9 @@ class SavedAgent:
     """The agent of a checkpoint.
 
     Attributes:
-      logdir: of the run.
-      tag: of the checkpoint.
-      step: at which it was saved.
+      logdir: folder of the run.
+      tag: tag of the checkpoint.
+      step: step at which it was saved.
       data: what the agent's `save` returned.
     """
 
@@ -401,16 +323,16 @@ def load_agent(
     regex: str,
     key: str = "run.from_checkpoint",
 ) -> int:
-    """Loads an agent from a checkpoint of any run; returns the step of it.
+    """Loads an agent from a checkpoint of any run; returns the checkpoint's step.
 
     Args:
       agent: gets the state.
       source: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it.
-      regex: which parameter names to load.
-      key: of the configuration that the source is from, for errors.
+      regex: matches the beginning of the parameter names to load.
+      key: configuration key that names the source, for errors.
 
     Raises:
-      CheckpointError: there is no checkpoint that is whole, or it does not fit.
+      CheckpointError: no checkpoint is whole, or it does not fit the agent.
     """
     if find_checkpoints(source) is None:
         raise CheckpointError(f"{key}: {_nothing(source)}")
@@ -419,18 +341,18 @@ def load_agent(
         agent.load(saved.data, regex)
     except ValueError as error:
         raise CheckpointError(f"{key}: {source}: {error}") from error
-    logger.info("The agent is that of checkpoint %s in %s.", saved.tag, source)
+    logger.info("Loaded the agent of checkpoint %s in %s.", saved.tag, source)
     return saved.step
 
 
 def read_agent(source: str | os.PathLike[str]) -> SavedAgent:
-    """Reads the agent of the newest whole checkpoint of a run, which may go on.
+    """Reads the agent of a run's newest whole checkpoint, even while the run goes on.
 
     Args:
       source: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it.
 
     Raises:
-      CheckpointError: there is no checkpoint that is whole.
+      CheckpointError: no checkpoint is whole.
     """
     folder = find_checkpoints(source)
     if folder is None:
@@ -469,5 +391,5 @@ def _nothing(source: str | os.PathLike[str]) -> str:
     )
     folders = (path, path / FOLDER, path / FOLDER / AGENT)
     if any((folder / "latest").is_file() for folder in folders):
-        text += " For one of the reference, use --script import_checkpoint first."
+        text += " Use --script import_checkpoint first for one of the reference."
     return text

@@ -1,10 +1,10 @@
-"""Settings of loops and roles, typed. Any process.
+"""Typed settings of loops and roles. Any process.
 
     settings = RunSettings.from_args(args)
     settings.envs           # int
 
 Users give `args` as an `elements.Config`, or as any mapping or namespace with the same
-names; a loop or role turns it into `RunSettings` where it comes in.
+names; a loop or role converts it to `RunSettings` on entry.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def _restarts() -> Mapping[str, int]:
 class RunSettings:
     """The `run` block of the configuration, and the keys beside it.
 
-    `dreamerv3/configs.yaml` explains each of them. Those with a default may be left
-    out, since users of earlier programs do not know them.
+    `dreamerv3/configs.yaml` explains each of them. Settings with a default may be left
+    out, since programs that were written for earlier versions do not have them.
     """
 
     # Beside the `run` block.
@@ -97,14 +97,14 @@ class RunSettings:
 
     @classmethod
     def from_args(cls, args: Any) -> RunSettings:
-        """Takes the settings from what a loop or role was given.
+        """Converts the `args` of a loop or role.
 
         Args:
           args: an `elements.Config`, a mapping, a namespace, or `RunSettings`. Further
             keys are ignored.
 
         Raises:
-          ValueError: a key is missing, or its value has another type.
+          ValueError: a key is missing, or its value has the wrong type.
         """
         if isinstance(args, cls):
             return args
@@ -155,7 +155,7 @@ _TYPES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def _convert(name: str, kind: str, value: Any) -> Any:
-    """Returns a value in the type of its field; 1e6 is a whole number, too."""
+    """Converts a value to the type of its field; 1e6 counts as a whole number."""
     word, convert = _TYPES.get(kind, ("a mapping", dict))
     try:
         return convert(value)

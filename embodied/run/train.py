@@ -23,7 +23,7 @@ def train(
 ) -> TrainResult:
     """Trains until `args.steps` or `args.duration`, or until Ctrl-C or SIGTERM.
 
-    The next call with the same `args.logdir` continues there. Two runs with the same
+    The next call with the same `args.logdir` continues the run. Two runs with the same
     seeds are equal, however far the agent reads ahead in its stream.
 
     Args:

@@ -27,12 +27,12 @@ def train_eval(
 
     An evaluation plays `args.eval_eps` episodes, in mode 'eval', in `args.eval_envs`
     environments, whose ids follow those of the training environments. Their steps go
-    to a replay of their own, which the report is about as well.
+    to a separate replay, and there is a report on samples of either replay.
 
     Args:
       make_agent: makes the agent.
-      make_replay_train: makes the replay, which saves to `logdir/replay`.
-      make_replay_eval: makes that of evaluation, which saves to `logdir/replay_eval`.
+      make_replay_train: makes the training replay, which saves to `logdir/replay`.
+      make_replay_eval: makes the evaluation replay, in `logdir/replay_eval`.
       make_env_train: makes the training environment of an id.
       make_env_eval: makes the evaluation environment of an id.
       make_stream: makes the stream of batches of a replay and a mode.

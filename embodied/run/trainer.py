@@ -22,15 +22,17 @@ class Feed(Stream):
         loop's thread       fetch: replay -> source -> waiting
         agent's thread      next:                      waiting -> device
 
-    An agent reads ahead as far as it can. The samples that it would draw from a replay
-    that grows meanwhile depend on how fast it reads, so here it can only read batches
-    that the loop has fetched for it, at a point of its own choice. Where the agent has
-    no thread and the loop's own reads a batch that was not fetched, it is fetched then.
+    An agent reads ahead as far as it can. If it read from a replay that grows
+    meanwhile, its samples would depend on how fast it reads. So it can only read
+    batches that the loop has fetched for it, at a point that the loop chooses. If the
+    agent has no thread of its own, the loop's thread reads; a batch that was not
+    fetched before then comes from the source directly.
 
-    `_changed` guards the state that both threads share. It has no position to save.
+    `_changed` guards the state that both threads share. The feed has no position to
+    save.
 
     Args:
-      source: only used by the thread that makes the feed.
+      source: stream of batches; only the thread that makes the feed uses it.
     """
 
     def __init__(self, source: Stream):
@@ -65,7 +67,7 @@ class Feed(Stream):
         """Does nothing: there is no position to go to."""
 
     def close(self) -> None:
-        """Ends the stream, also for a thread that waits for a batch."""
+        """Ends the stream, and wakes a thread that waits for a batch."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -75,15 +77,15 @@ class Trainer:
     """Makes updates, one batch after the other, and reports.
 
     The replay is sampled in the caller's thread and in a fixed order; the agent's
-    stream moves the batch to the device while the update before is still running.
+    stream moves the batch to the device while the previous update is still running.
 
-    The stream of training batches is opened at the first update, so that there is
-    data then. After a resume it begins with a new sample, for which the agent needs
-    no carry. A context manager, which closes the stream.
+    The stream of training batches is opened at the first update, when the replay has
+    data. After a resume it begins with a new sample, for which the agent needs no
+    saved carry. A context manager, which closes the stream.
 
     Args:
-      agent: to train.
-      replay: to train on; it gets `outputs['replay']` of every update.
+      agent: agent to train.
+      replay: replay to train on; it gets `outputs['replay']` of every update.
       make_stream: makes the stream of a replay and a mode.
       settings: the `run` block and the sizes of batches.
     """
@@ -115,8 +117,8 @@ class Trainer:
         """Makes updates; returns how many.
 
         Args:
-          updates: to make, unless there is a pause before.
-          pause: asked between two updates, whether to leave the rest for another call.
+          updates: number of updates to make, unless `pause` ends them earlier.
+          pause: called between two updates; returns whether to stop for now.
         """
         if not updates:
             return 0
@@ -137,7 +139,7 @@ class Trainer:
         return made
 
     def finish(self) -> None:
-        """Takes the results of the last update, where an agent returns them later."""
+        """Collects the last update's results, if the agent returns them a call late."""
         if hasattr(self._agent, "flush"):
             self._add(*self._agent.flush())
 
@@ -148,11 +150,11 @@ class Trainer:
     def report(self, replay: Replay, mode: str) -> dict[str, Any]:
         """Returns the agent's report on fresh samples, averaged over batches.
 
-        It is empty as long as fewer sequences are stored than a batch has.
+        The report is empty while the replay has fewer sequences than a batch.
 
         Args:
-          replay: to sample from.
-          mode: 'report' for the replay of training, 'eval' for that of evaluation.
+          replay: replay to sample from.
+          mode: 'report' for the training replay, 'eval' for the evaluation replay.
         """
         settings = self._settings
         if len(replay) < settings.batch_size:

@@ -14,12 +14,13 @@ from typing import Any
 from embodied.base import Agent
 from embodied.clock import LocalClock
 from embodied.episodes import Episodes
+from embodied.logger import rewind
 from embodied.replay import Replay, limiters
 from embodied.run.collecting import Collector, Evaluator, MakeEnv
-from embodied.run.console import SAVING, stop_on_signals
+from embodied.run.console import SAVING, show_messages, stop_on_signals
 from embodied.run.live import LIVE_SCORES, LiveFile, Rate, record_run
 from embodied.run.metrics import Meter
-from embodied.run.saving import RunCheckpoint, describe_run, must_continue, rewind
+from embodied.run.saving import RunCheckpoint, explain_mismatch, write_config
 from embodied.run.settings import RunSettings
 from embodied.run.trainer import MakeStream, Trainer
 from embodied.run.usage import Usage
@@ -34,9 +35,9 @@ class Limit:
 
     Args:
       step: returns the number of steps until now.
-      steps: at which the loop ends.
+      steps: number of steps at which the loop ends.
       duration: seconds from now after which it ends; 0 for no limit.
-      stop: ends it once set.
+      stop: event that ends the loop once set.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Limit:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken until now."""
+        """Seconds since the limit was made."""
         return time.monotonic() - self._start
 
     def interrupted(self) -> bool:
@@ -62,7 +63,7 @@ class Limit:
         return self._stop.is_set() or time.monotonic() >= self._end
 
     def reached(self) -> bool:
-        """Whether the loop is over, for one of these reasons or by its steps."""
+        """Whether the loop is over: it was interrupted, or has made its steps."""
         return self.interrupted() or self._step() >= self._steps
 
 
@@ -72,11 +73,11 @@ class TrainResult:
 
     Attributes:
       step: agent steps of training environments, over all resumes.
-      steps: those of this call.
-      updates: of the agent, in this call.
-      seconds: how long it took, without the start.
-      episodes: finished in this call.
-      mean_score: of the last 10 of them; None if there were none.
+      steps: agent steps of this call.
+      updates: updates of the agent in this call.
+      seconds: duration of this call, without the start-up.
+      episodes: number of episodes that were finished in this call.
+      mean_score: mean score of the last 10 of them; None if there were none.
     """
 
     step: int
@@ -108,7 +109,7 @@ class TrainingRun:
     usage: Usage
 
     def over(self) -> bool:
-        """Whether `steps` are trained on, or the duration or a signal has ended it."""
+        """Whether all steps are made and trained on, or the run was interrupted."""
         if self.limit.interrupted():
             return True
         return self.limit.reached() and not self.behind()
@@ -127,12 +128,13 @@ class TrainingRun:
         self.limiter.available(len(replay), replay.full)
 
     def train(self, *clocks: LocalClock) -> None:
-        """Makes the updates that are due, as far as there is nothing else to do.
+        """Makes the updates that are due, until one of the clocks is due.
 
-        A signal or the duration ends them; the rest stays due.
+        A signal or the end of the duration also ends them; the rest stays due.
 
         Args:
-          clocks: once one of them is due, further updates wait for the next call.
+          clocks: clocks of other work; once one is due, further updates wait for the
+            next call.
         """
 
         def pause() -> bool:
@@ -171,12 +173,12 @@ class TrainingRun:
         self.logger.write()
 
     def finish(self) -> None:
-        """Writes the metrics that are left."""
+        """Writes the remaining metrics."""
         self.trainer.finish()
         if not self.meter.idle:
             self.log()
         elif metrics := self.trainer.result():
-            # These alone, since rates of zero would end every curve.
+            # Only these, since rates of zero would be the last point of every curve.
             self.logger.add(metrics, prefix="train")
             self.logger.write()
 
@@ -199,7 +201,7 @@ class TrainingRun:
         )
 
     def live(self) -> dict[str, Any]:
-        """Returns step, score and counts until now, for `live.json`. Any thread."""
+        """Returns step, score and counts so far, for `live.json`. Thread-safe."""
         multiplier = int(getattr(self.logger, "multiplier", 1))
         step = int(self.logger.step) * multiplier
         return {
@@ -215,9 +217,10 @@ class TrainingRun:
 
 
 def make_limiter(settings: RunSettings) -> limiters.SamplesPerInsert:
-    """Returns what keeps training to `settings.train_ratio`, in all training programs.
+    """Returns the limiter that keeps training to `settings.train_ratio`.
 
-    Training begins when the replay has as many sequences as a batch has time steps.
+    All training programs use it. Training begins when the replay has as many sequences
+    as a batch has time steps, over all its rows.
     """
     return limiters.SamplesPerInsert(
         settings.train_ratio / settings.batch_length,
@@ -237,12 +240,12 @@ def open_run(
 ) -> Iterator[TrainingRun]:
     """Starts or continues the run of `args.logdir`, for the body to train.
 
-    The end of the body is logged and saved, then everything is closed. After an error
-    that is not an environment's, nothing is saved.
+    When the body ends, its last state is logged and saved, then everything is closed.
+    After an error other than an environment's failure, nothing is saved.
 
     Args:
       make_agent: makes the agent.
-      make_replays: make the replays, by name.
+      make_replays: functions that make the replays, by name.
       make_env: makes the training environment of an id.
       make_stream: makes the stream of batches of a replay and a mode.
       make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
@@ -256,7 +259,8 @@ def open_run(
         stop = stack.enter_context(stop_on_signals(SAVING))
         logger = stack.enter_context(contextlib.closing(make_logger()))
         agent = make_agent()
-        describe_run(settings.logdir, agent)
+        write_config(settings.logdir, agent)
+        stack.enter_context(show_messages())
         stack.enter_context(record_run(settings.logdir, "A run in one process"))
         replays = {name: make() for name, make in make_replays.items()}
         for replay in replays.values():
@@ -266,7 +270,7 @@ def open_run(
         checkpoint = RunCheckpoint(
             settings, logger.step, agent, {**replays, LIMITER: limiter}
         )
-        with must_continue(settings.logdir):
+        with explain_mismatch(settings.logdir):
             checkpoint.restore()
         rewind(logger)
         limiter.available(len(replay), replay.full)
@@ -298,7 +302,7 @@ def open_run(
 
 
 def _with_history(live: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """Adds rates, and scores with the steps at which they were new."""
+    """Adds rates, and the newest scores with the steps at which they appeared."""
     rates = {name: Rate() for name in ("env", "train")}
     scores: collections.deque[tuple[int, float]] = collections.deque(maxlen=LIVE_SCORES)
     seen = 0

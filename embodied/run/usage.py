@@ -1,4 +1,4 @@
-"""Resources that a process uses: processor, memory, accelerator. Any that logs.
+"""Resources that a process uses: CPU, memory, accelerator. Any process that logs.
 
     usage = Usage(args.usage)
     logger.add(usage.result(), prefix='usage/replay')     # Now and then.
@@ -24,21 +24,21 @@ import psutil
 
 GIGABYTE = 1024**3
 MEGABYTE = 1024**2
-TOP_LINES = 5  # Of code that allocates the most.
+TOP_LINES = 5  # Lines of code that allocate the most.
 QUERY = ("utilization.gpu", "memory.used", "memory.total", "temperature.gpu")
-ACCELERATOR = ("nvsmi", "gputil")  # Sources that nvidia-smi answers.
-QUERY_SECONDS = 10.0  # To wait for an answer.
-QUERY_EVERY = 10.0  # Seconds between questions: they take the driver's time, too.
+ACCELERATOR = ("nvsmi", "gputil")  # Sources that query nvidia-smi.
+QUERY_SECONDS = 10.0  # How long to wait for an answer.
+QUERY_EVERY = 10.0  # Seconds between queries, which take time of the driver.
 
 
 class Usage:
-    """Everything that the settings ask for. Belongs to one thread.
+    """All figures that the settings ask for. Belongs to one thread.
 
     Args:
       settings: the block `run.usage`: psutil, nvsmi (all accelerators together),
         gputil (each by itself, under the names of that library), malloc and gc.
-      accelerator: whether this process uses the accelerators; others need not ask
-        for the same figures.
+      accelerator: whether this process uses the accelerators; other processes do not
+        query the same figures.
     """
 
     def __init__(self, settings: Mapping[str, Any], accelerator: bool = True):
@@ -49,7 +49,7 @@ class Usage:
         }
         if accelerator and any(settings.get(name) for name in ACCELERATOR):
             smi = NvidiaSmi()
-            smi.rows()  # For the first call to have an answer.
+            smi.rows()  # Asks early, so that the first `result` has an answer.
             makers["nvsmi"] = functools.partial(_Accelerators, smi)
             makers["gputil"] = functools.partial(_EachAccelerator, smi)
         self._sources = {
@@ -57,7 +57,7 @@ class Usage:
         }
 
     def result(self) -> dict[str, Any]:
-        """Returns the figures of all sources that were asked for."""
+        """Returns the figures of all sources that are turned on."""
         return {
             f"{source}/{name}": value
             for source, meter in self._sources.items()
@@ -66,7 +66,7 @@ class Usage:
 
 
 class _Process:
-    """Processor and memory of this process.
+    """CPU, memory, threads and open files of this process.
 
     - `proc_cpu_usage`: cores in use since the last call, on average.
     - `proc_ram_gb`: resident memory.
@@ -87,12 +87,12 @@ class _Process:
 
 
 class NvidiaSmi:
-    """Asks nvidia-smi in the background, since it takes a while to answer.
+    """Queries nvidia-smi in the background, since it takes a while to answer.
 
-    `_lock` guards the answer, whether a question is open, and when the next is due.
+    `_lock` guards the answer, whether a query is running, and when the next is due.
 
     Args:
-      every: seconds between questions, at least.
+      every: least number of seconds between queries.
     """
 
     def __init__(self, every: float = QUERY_EVERY) -> None:
@@ -126,14 +126,14 @@ class NvidiaSmi:
             for line in answer.stdout.splitlines():
                 rows.append([float(value) for value in line.split(",")])
         except (OSError, ValueError, subprocess.TimeoutExpired):
-            rows = []  # No device, or one that does not tell: nothing to log.
+            rows = []  # No device, or one without these figures: nothing to log.
         with self._lock:
             self._rows = [row for row in rows if len(row) == len(QUERY)]
             self._asking = False
 
 
 class _Accelerators:
-    """All devices together: utilisation and memory, between 0 and 1."""
+    """All devices together: utilisation and memory from 0 to 1, temperature in °C."""
 
     def __init__(self, smi: NvidiaSmi) -> None:
         self._smi = smi
@@ -170,7 +170,7 @@ class _EachAccelerator:
 
 
 class _Allocations:
-    """Memory that Python has allocated, and the lines that did; slows it down."""
+    """Memory that Python has allocated, and the lines with the most; slows it down."""
 
     def __init__(self) -> None:
         if not tracemalloc.is_tracing():
@@ -191,7 +191,7 @@ class _Objects:
     """Objects that the garbage collector tracks; slow with many of them."""
 
     def result(self) -> dict[str, float]:
-        """Returns the number of objects, and how often they were collected."""
+        """Returns the number of objects, collections, and uncollectable objects."""
         collections = sum(entry["collections"] for entry in gc.get_stats())
         return {
             "objects": len(gc.get_objects()),

@@ -31,7 +31,7 @@ class Window:
         except (ImportError, RuntimeError) as error:
             raise self._error(error) from error
         except Exception as error:
-            if type(error).__name__ != "TclError":  # Of a module that may be missing.
+            if type(error).__name__ != "TclError":  # Its module may be missing.
                 raise
             raise self._error(error) from error
         self._root.title(title)
@@ -41,7 +41,7 @@ class Window:
         self._root.protocol("WM_DELETE_WINDOW", self.close)
 
     def show(self, frame: np.ndarray) -> None:
-        """Shows a frame [H, W, C] uint8, of 1 or 3 channels; nothing once closed."""
+        """Shows a frame [H, W, C] uint8, of 1 or 3 channels, unless closed."""
         if not self._open:
             return
         from PIL import Image, ImageTk
@@ -71,7 +71,7 @@ class Window:
 
 
 def pick_frame(transition: dict[str, Any]) -> np.ndarray | None:
-    """Returns what to show of a transition: the drawn frame, else an image."""
+    """Returns the frame to show: `log/frame`, else the first image, else None."""
     images = {
         key: value
         for key, value in transition.items()

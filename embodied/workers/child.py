@@ -20,17 +20,20 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-TERMINATED = 128 + signal.SIGTERM  # Exit code after SIGTERM, as shells have it.
-LEAVE_SECONDS = 5.0  # For the threads and exit handlers of a call that failed.
-AGAIN_SECONDS = 0.02  # Until an end that was lost is asked for again.
+# Signal by which a parent stops a child that is shielded from SIGTERM.
+STOP = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
+TERMINATED = 128 + signal.SIGTERM  # Exit code after either of them, as in shells.
+SHIELDED = "EMBODIED_SHIELDED"  # Environment variable: id of a shielded process.
+LEAVE_SECONDS = 5.0  # For threads and exit handlers to end after a failed call.
+AGAIN_SECONDS = 0.02  # Until a SystemExit that was lost is raised again.
 
 
 def pack(call: bytes, fds: Iterable[int]) -> bytes:
-    """Returns what the child reads from its pipe.
+    """Returns the message that the child reads from its pipe.
 
     Args:
-      call: the pickled pair of a function and its arguments. It stays opaque until
-        the child has the parent's import path and can notice the parent's death.
+      call: the pickled pair of a function and its arguments. The child unpickles it
+        only once it has the parent's import path and can notice the parent's death.
       fds: descriptors the child inherits.
     """
     setup = {"path": sys.path, "argv": sys.argv, "fds": list(fds), "call": call}
@@ -56,19 +59,28 @@ def describe(error: BaseException) -> dict[str, str]:
 
 
 def read_report(fd: int) -> dict[str, str] | None:
-    """Returns what `describe` said of the child's exception, if there was one."""
+    """Returns the child's exception as from `describe`; None if there is none."""
     content = os.pread(fd, os.fstat(fd).st_size, 0)
     try:
         return json.loads(content)
-    except ValueError:  # Killed before or while it was written.
+    except ValueError:  # Empty, or cut off because the child was killed.
         return None
+
+
+def is_shielded() -> bool:
+    """Whether this process is a child that only its parent stops, by STOP."""
+    return os.environ.get(SHIELDED) == str(os.getpid())
 
 
 def main() -> int:
     """Runs the call that the parent sends and returns the exit code."""
-    lifeline, report = int(sys.argv[1]), int(sys.argv[2])
+    lifeline, report, shielded = (int(number) for number in sys.argv[1:4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(STOP if shielded else signal.SIGTERM, _terminate)
+    if shielded:
+        # Not SIG_IGN, which programs that this process starts would inherit.
+        signal.signal(signal.SIGTERM, _ignore)
+        os.environ[SHIELDED] = str(os.getpid())
     sys.unraisablehook = _terminate_again
     if sys.stderr is not None:
         faulthandler.enable()
@@ -79,8 +91,8 @@ def main() -> int:
         raise
     except BaseException as error:
         _write(report, json.dumps(describe(error)).encode())
-        # A thread that never ends must not keep a failed process, and whoever waits
-        # for it, alive.
+        # A thread that never ends must not keep a failed process alive, nor block
+        # those that wait for it.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, LEAVE_SECONDS)
         return 1
@@ -88,8 +100,7 @@ def main() -> int:
         # Nothing is left to unwind, and an exception would only disturb the exit.
         if signal.getsignal(signal.SIGALRM) is _terminate:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        if signal.getsignal(signal.SIGTERM) is _terminate:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _replace_terminate(signal.SIG_DFL)
     return 0
 
 
@@ -97,7 +108,7 @@ def _receive(lifeline: int, report: int) -> tuple[Any, tuple[Any, ...]]:
     with open(lifeline, "rb", closefd=False) as stream:
         setup = pickle.load(stream)  # noqa: S301 (only the parent holds the pipe)
     for fd in (lifeline, report, *setup["fds"]):
-        os.set_inheritable(fd, False)  # This process decides who gets them next.
+        os.set_inheritable(fd, False)  # Its children do not inherit them by default.
     _end_with_parent(lifeline)
     sys.path[:] = setup["path"]
     sys.argv[:] = setup["argv"]
@@ -106,8 +117,8 @@ def _receive(lifeline: int, report: int) -> tuple[Any, tuple[Any, ...]]:
 
 def _end_with_parent(lifeline: int) -> None:
     if hasattr(fcntl, "F_SETSIG"):
-        # Linux itself kills the group when the parent's end of the pipe closes, also
-        # where native code that hangs with the GIL would hold up the thread below.
+        # Linux itself kills the group when the parent's end of the pipe closes, even if
+        # native code that holds the GIL hangs and blocks the thread below.
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
@@ -116,27 +127,37 @@ def _end_with_parent(lifeline: int) -> None:
 
 
 def _follow(lifeline: int) -> None:
-    """Waits for the parent's end, also by SIGKILL, and ends the whole group."""
+    """Waits for the parent to end, even by SIGKILL, then kills the whole group."""
     # The parent writes nothing after the call, so this returns at the end of file.
     os.read(lifeline, 1)
     try:
         os.killpg(os.getpid(), signal.SIGKILL)
     finally:
-        os._exit(1)  # Only where this process was not made the leader of a group.
+        os._exit(1)  # Only reached if this process does not lead a group.
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     """Unwinds the call, so that its `finally` blocks run."""
-    # A second SIGTERM must not interrupt what the first one set off.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A second signal must not interrupt the cleanup that the first one started.
+    _replace_terminate(signal.SIG_IGN)
     raise SystemExit(TERMINATED)
 
 
-def _terminate_again(lost: sys.UnraisableHookArgs) -> None:
-    """Repeats what `_terminate` did where it could unwind nothing.
+def _replace_terminate(action: signal.Handlers) -> None:
+    for number in (signal.SIGTERM, STOP):
+        if signal.getsignal(number) is _terminate:
+            signal.signal(number, action)
 
-    An exception does not leave a finaliser or the callback of a weak reference, which
-    may be what the signal has interrupted.
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Leaves it to the parent to stop this process."""
+
+
+def _terminate_again(lost: sys.UnraisableHookArgs) -> None:
+    """Schedules `_terminate` again if its SystemExit was lost.
+
+    Exceptions do not propagate out of a finaliser or the callback of a weak reference,
+    which the signal may have interrupted.
     """
     if isinstance(lost.exc_value, SystemExit) and lost.exc_value.code == TERMINATED:
         signal.signal(signal.SIGALRM, _terminate)

@@ -19,7 +19,7 @@ import cloudpickle
 from embodied.workers import child
 from embodied.workers.thread import Worker, WorkerError, error_from, exit_reason
 
-# What SIGKILL does not end by then hangs in the kernel, and nobody can end it.
+# After SIGKILL. A process that is left then hangs in the kernel; nothing can end it.
 KILL_SECONDS = 10.0
 
 
@@ -34,20 +34,22 @@ class Process(Worker):
     The function and its arguments are cloudpickled, so they may be defined in the
     user's script, which needs no `__main__` guard and is not imported again. The
     child has this process's `sys.path`, standard output and standard error. It
-    leads a process group of its own, ignores SIGINT, and is unwound like by
-    `sys.exit` on SIGTERM. When this process ends, in whatever way, the child and its
-    group get SIGKILL; when the child ends, the rest of its group does.
+    leads a process group of its own, ignores SIGINT, and on SIGTERM unwinds as by
+    `sys.exit`; see `shielded`. When this process ends, in whatever way, the child and
+    its group get SIGKILL; when the child ends, the rest of its group gets it.
 
-    A watcher thread waits for the child's end. `_lock` makes sure that no signal is
-    sent once the child is reaped, when its number may belong to another process.
+    A watcher thread waits for the child to end. `_lock` ensures that no signal is sent
+    once the child is reaped, when its pid may belong to another process.
 
     Args:
       fn: the function.
       *args: its arguments.
-      name: what errors call the process; default: the function's name.
+      name: name of the process in errors; default: the function's name.
       start: whether to start it at once.
-      fds: open descriptors that the child gets under the same numbers.
+      fds: open descriptors that the child inherits under the same numbers.
       env: environment variables for the child besides those of this process.
+      shielded: whether only this process stops the child, by a signal of its own, and
+        SIGTERM of others is ignored: a host that shuts down sends it to all processes.
     """
 
     def __init__(
@@ -58,8 +60,11 @@ class Process(Worker):
         start: bool = False,
         fds: Iterable[int] = (),
         env: Mapping[str, str] | None = None,
+        shielded: bool = False,
     ):
         super().__init__(fn, args, name)
+        self._shielded = shielded
+        self._stop_signal = child.STOP if shielded else signal.SIGTERM
         self._fds = tuple(fds)
         self._env = dict(env or {})
         self._popen: subprocess.Popen | None = None
@@ -71,12 +76,12 @@ class Process(Worker):
 
     @property
     def pid(self) -> int | None:
-        """The process's number; None before `start`."""
+        """The process id; None before `start`."""
         return None if self._popen is None else self._popen.pid
 
     @property
     def exitcode(self) -> int | None:
-        """The exit code, or minus the signal that ended it; None until the end."""
+        """The exit code, negative for a signal; None until the process has ended."""
         return self._exitcode
 
     def start(self) -> None:
@@ -90,7 +95,7 @@ class Process(Worker):
                 report = _open_report()
                 undo.callback(os.close, report)
                 popen = self._spawn(inherited, report)
-                # In a list that the watcher empties, since the call may be large.
+                # In a list that the watcher empties, to free a large call once sent.
                 threading.Thread(
                     target=self._watch,
                     args=(popen, lifeline, report, [payload]),
@@ -102,14 +107,14 @@ class Process(Worker):
             self._call = None
 
     def terminate(self) -> None:
-        """Sends SIGTERM, unless the process is over, and does not wait."""
-        self._signal(signal.SIGTERM)
+        """Sends SIGTERM, or its own signal, unless it has ended; does not wait."""
+        self._signal(self._stop_signal)
 
     def kill(self, timeout: float = 1.0) -> bool:
-        """Sends SIGTERM, then SIGKILL to the whole group after `timeout` seconds.
+        """Like `terminate`, then SIGKILL to the whole group after `timeout` seconds.
 
-        Returns whether the process is over. One that is stopped so has no error,
-        unless its function raised one.
+        Returns whether the process has ended. A process that is stopped this way has
+        no error, unless its function raised one.
         """
         stop([self], timeout)
         return not self.running
@@ -118,14 +123,14 @@ class Process(Worker):
         self.kill()
 
     def _spawn(self, inherited: int, report: int) -> subprocess.Popen:
-        # By path instead of as a module: the child runs this version of the script,
-        # wherever this process found it and whatever lies in the working directory,
-        # and does not import the packages around it. With -P the script's folder is
-        # no place to import from. The pipe tells the parent's end and not
+        # Run by path, not as a module: the child runs this version of the script,
+        # wherever this process found it and whatever is in the working directory, and
+        # does not import the packages around it. With -P, nothing is imported from the
+        # script's folder. The child notices the parent's end by the pipe, not by
         # PR_SET_PDEATHSIG, which acts when the thread that called `start` ends.
         command = [sys.executable, "-P", child.__file__, str(inherited), str(report)]
         return subprocess.Popen(
-            [*command, self.name],
+            [*command, str(int(self._shielded)), self.name],
             stdin=subprocess.DEVNULL,
             pass_fds=(inherited, report, *self._fds),
             env={**os.environ, **self._env},
@@ -137,13 +142,13 @@ class Process(Worker):
     ) -> None:
         _send(lifeline, payload.pop())
         if hasattr(os, "waitid"):
-            # Suppressed: the user's SIGCHLD handler took the child.
+            # Suppressed: a SIGCHLD handler of the user has reaped the child.
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
         else:
             popen.wait()
         with self._lock:
-            # Before the child is reaped, which frees the number of its group.
+            # Before the child is reaped, which frees the id of its group.
             # Suppressed: the group is empty, or (macOS) consists of a zombie.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(popen.pid, signal.SIGKILL)
@@ -152,7 +157,9 @@ class Process(Worker):
         outcome = child.read_report(report)
         os.close(lifeline)
         os.close(report)
-        self._exitcode = -signal.SIGTERM if code == child.TERMINATED else code
+        # The signal itself ends a child that has not installed its handler yet.
+        stopped = code in (child.TERMINATED, -self._stop_signal)
+        self._exitcode = -signal.SIGTERM if stopped else code
         self._finish(self._diagnose(self._exitcode, outcome))
 
     def _diagnose(
@@ -168,7 +175,7 @@ class Process(Worker):
         return WorkerError(self.name, reason)
 
     def _signal(self, number: int) -> None:
-        """Signals the process unless it is over; the watcher then ends its group."""
+        """Signals the process unless it has ended; the watcher then kills its group."""
         with self._lock:
             if self._popen is None or self._reaped:
                 return
@@ -178,17 +185,17 @@ class Process(Worker):
 
 
 def stop(workers: Iterable[Worker], timeout: float = 1.0) -> None:
-    """Sends all processes SIGTERM, then SIGKILL to what is left after `timeout`.
+    """Terminates all processes, and sends SIGKILL to those left after `timeout`.
 
-    They share the deadline. An interrupt in between brings SIGKILL forward. Threads
-    among the workers are passed over.
+    All processes share the deadline, in seconds. An interrupt in between brings SIGKILL
+    forward. Threads among the workers are ignored.
     """
     processes = [worker for worker in workers if isinstance(worker, Process)]
     processes = [process for process in processes if process.running]
     deadline = time.monotonic() + timeout
     try:
         for process in processes:
-            process._signal(signal.SIGTERM)
+            process.terminate()
         for process in processes:
             process.join(_seconds_to(deadline))
     finally:
@@ -204,10 +211,10 @@ def _seconds_to(deadline: float) -> float:
 
 
 def _open_report() -> int:
-    """Opens an anonymous file for what the child has to say about its end.
+    """Opens an anonymous file in which the child describes its exception.
 
-    Not a pipe: a long traceback would block a child until somebody reads, and a
-    descendant that inherited the pipe would keep it from reaching its end.
+    Not a pipe: a long traceback would block the child until it is read, and a
+    descendant that inherited the pipe would delay the end of file.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create("report")
@@ -236,19 +243,19 @@ def _signal_reason(number: int) -> str:
 def run(
     workers: Iterable[Worker], duration: float | None = None, grace: float = 5.0
 ) -> None:
-    """Runs workers until all have ended well or the first one fails.
+    """Runs workers until all have succeeded or the first one fails.
 
-    Whatever ends the wait, an interrupt included, the processes that are still
-    running are stopped. Threads cannot be: those that nobody told to return are left
-    behind as daemons.
+    Whatever ends the wait, including an interrupt, the processes that are still
+    running are stopped. Threads cannot be stopped: those that have not returned are
+    left behind as daemons.
 
     Args:
       workers: processes and threads; those not started yet are started.
       duration: seconds after which everything is stopped; None or 0 for no limit.
-      grace: seconds between SIGTERM and SIGKILL for processes that are stopped.
+      grace: seconds until processes that are stopped get SIGKILL.
 
     Raises:
-      WorkerError: of the worker that failed first.
+      WorkerError: the error of the worker that failed first.
     """
     workers = list(workers)
     ended: queue.SimpleQueue[Worker] = queue.SimpleQueue()
@@ -262,6 +269,6 @@ def run(
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ended.get(timeout=left).check()
     except queue.Empty:
-        pass  # The duration is over.
+        pass  # The duration has passed.
     finally:
         stop(workers, grace)

@@ -1,4 +1,4 @@
-"""How workers report that they get on. In whichever process they are."""
+"""Progress reports of workers to their supervisor. Any process of a run."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-# Doubles in a progress page. One thread writes, anybody reads: aligned eight bytes are
-# written at once.
+# Indices of doubles in a progress page, which any process may read without a lock:
+# aligned writes of eight bytes are atomic.
 _SEEN, _STEPPED, _WAITING = 0, 1, 2
 _PAGE_BYTES = 24
 
 
 class Progress:
-    """How a worker tells its supervisor that it gets on, also across processes.
+    """Reports the progress of a worker to its supervisor, also across processes.
 
         progress = Progress()
         worker = Process(parallel_env, make_env, progress, fds=[progress.fd])
 
         while True:                   # In the worker.
-          with progress.waiting():    # For somebody else, so this is not a hang.
+          with progress.waiting():    # For another worker, so this is not a hang.
             action = future.result()
           obs = env.step(action)
           progress.step()
 
     Reports are plain writes of the system-wide monotonic clock into shared memory,
-    without system calls. The worker's main loop makes them, never a thread that only
-    pretends. `step` may be called by several threads, the others by one.
+    without system calls. The worker's main loop must make them, since a separate
+    thread would go on while the main loop hangs. `step` may be called by several
+    threads, the other methods by one.
 
     Attributes:
-      fd: descriptor of the shared memory; a `Process` must be given it.
+      fd: descriptor of the shared memory, to be passed to a `Process` in `fds`.
     """
 
     def __init__(self) -> None:
@@ -44,32 +45,32 @@ class Progress:
 
     @property
     def seen(self) -> float:
-        """Time of the last report; 0 if there is none, inf in a wait of any length."""
+        """Time of the last report; 0 if there is none, inf in an unwatched wait."""
         return self._times[_SEEN]
 
     @property
     def stepped(self) -> float:
-        """Time of the last step, of this worker or those before it; 0 if none."""
+        """Time of the last step, of this worker or its predecessors; 0 if none."""
         return self._times[_STEPPED]
 
     @property
     def waits(self) -> bool:
-        """Whether the worker says that it waits for somebody else."""
+        """Whether the worker reports that it waits for another one."""
         return bool(self._times[_WAITING])
 
     def step(self) -> None:
-        """Reports that something was done."""
+        """Reports that a step was made."""
         now = time.monotonic()
         self._times[_SEEN] = now
         self._times[_STEPPED] = now
 
     @contextlib.contextmanager
     def waiting(self, watched: bool = False) -> Iterator[None]:
-        """Reports the worker as waiting for somebody else, for the block's duration.
+        """Reports the worker as waiting for another one, for the block's duration.
 
         Args:
-          watched: whether the worker calls `alive` from time to time in the block. One
-            that was stopped, or hangs there, is noticed then.
+          watched: whether the worker calls `alive` from time to time in the block, so
+            that a worker that was stopped or hangs there is noticed.
         """
         self._times[_SEEN] = time.monotonic() if watched else math.inf
         self._times[_WAITING] = 1.0
@@ -84,7 +85,7 @@ class Progress:
         self._times[_SEEN] = time.monotonic()
 
     def reset(self) -> None:
-        """Forgets the reports of a worker that is over; the last step stays known."""
+        """Clears the reports of a worker that has ended, except for its last step."""
         self._times[_WAITING] = 0.0
         self._times[_SEEN] = 0.0
 
@@ -110,16 +111,16 @@ def _create_page() -> int:
 
 
 def _attach(fd: int) -> Progress:
-    """Returns the progress of another process, whose descriptor this one has."""
+    """Returns the Progress at a descriptor that was inherited from another process."""
     try:
         size = os.fstat(fd).st_size
     except OSError:
         size = -1
     if size != _PAGE_BYTES:
         raise ValueError(
-            f"Progress expected its shared memory at descriptor {fd}, where it is not. "
-            "Hand it over: Process(..., progress, fds=[progress.fd])."
+            f"Progress expected its shared memory at descriptor {fd}, but did not find "
+            "it. Pass it on: Process(..., progress, fds=[progress.fd])."
         )
     progress = Progress.__new__(Progress)
-    progress._open(fd)  # Stays open: this process may hand it on.
+    progress._open(fd)  # Stays open: this process may pass it on.
     return progress

@@ -1,4 +1,4 @@
-"""Restart rules of supervised workers, and how a run fails. Launching process."""
+"""Restart rules and status of workers, and errors of a run. Launching process."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class RestartPolicy:
     """When a worker is restarted. All times are in seconds.
 
     Attributes:
-      restarts: failures within `window` that are answered by a restart; one more
-        ends the run.
+      restarts: failures within `window` that lead to a restart; one more ends the
+        run.
       window: how long a failure counts.
-      backoff: delay of the first restart; doubles with each that follows.
-      backoff_limit: what the delay grows to.
-      steady: a worker that ran this long starts again with the first delay.
-      hang: without a report for this long, the worker is killed and restarted; 0
-        for never.
-      startup: what a worker gets on top of `hang` for its first report.
-      restart_on_success: whether a worker that ends well is restarted as well.
-      limits: like `restarts`, for failures that tend to come again: by the name of the
-        exception's type, each counted by itself.
+      backoff: delay of the first restart; doubles with every further one.
+      backoff_limit: maximum delay.
+      steady: after a run of at least this long, the delay is `backoff` again.
+      hang: a worker without a report for this long is killed and restarted; 0 for
+        never.
+      startup: time added to `hang` for the first report of a worker.
+      restart_on_success: whether a worker that succeeds is restarted as well.
+      limits: like `restarts`, by type name of the exception, for failures that tend to
+        recur; each type is counted separately.
     """
 
     restarts: int
@@ -46,13 +46,13 @@ class RestartPolicy:
                 )
 
     def delay(self, count: int) -> float:
-        """Seconds before the restart that is number `count` in a row."""
-        doublings = min(count - 1, 1000)  # More overflow a float.
+        """Returns the delay before restart number `count` in a row."""
+        doublings = min(count - 1, 1000)  # More would overflow a float.
         return min(self.backoff * 2.0**doublings, self.backoff_limit)
 
 
 class RunFailed(WorkerError):
-    """A worker failed for good, and with it the run.
+    """A worker failed for good, which ended the run.
 
     Attributes, besides those of `WorkerError`:
       role: the worker's role.
@@ -80,13 +80,13 @@ class Status:
     """State of a worker, for display.
 
     Attributes:
-      name: of the worker.
+      name: name of the worker.
       role: what it does, shared by all workers that do the same.
       state: 'starting' (nothing reported yet), 'running', 'backing off' or 'ended'.
-      waiting: whether it says that it waits for somebody else.
-      pid: number of its process; None where there is none.
+      waiting: whether it reports that it waits for another worker.
+      pid: id of its process; None if no process is running.
       restarts: how often it was restarted.
-      error: its last failure.
+      error: its last failure; None if there was none.
       idle: seconds since its last step; None if it has made none.
     """
 

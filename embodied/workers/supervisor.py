@@ -19,12 +19,12 @@ from embodied.workers.progress import Progress
 from embodied.workers.restarts import RestartPolicy, RunFailed, RunStalled, Status
 from embodied.workers.thread import Worker, WorkerError, error_from
 
-INTERRUPTED_GRACE = 1.0  # Seconds; who interrupts does not want to wait.
+INTERRUPTED_GRACE = 1.0  # Seconds; a user who interrupts does not want to wait.
 
 
 @dataclass(eq=False)
 class _Slot:
-    """The place of a worker and of those that come after it."""
+    """State of a worker, kept across its restarts."""
 
     name: str
     role: str
@@ -37,19 +37,19 @@ class _Slot:
     restart_at: float = math.inf
     ended: bool = False
     error: WorkerError | None = None
-    verdict: WorkerError | None = None  # Why it was killed; its end is still to come.
-    failures: deque[tuple[float, str]] = field(default_factory=deque)  # When, kind.
+    kill_reason: WorkerError | None = None  # Why it was killed, until its end is seen.
+    failures: deque[tuple[float, str]] = field(default_factory=deque)  # Time, kind.
     in_a_row: int = 0  # Restarts without a steady run in between.
 
     @property
     def running(self) -> bool:
-        """Whether there is a worker whose end nobody has brought about or seen."""
+        """Whether the worker is running and was not killed."""
         worker = self.worker
-        return worker is not None and worker.running and self.verdict is None
+        return worker is not None and worker.running and self.kill_reason is None
 
 
 class Supervisor:
-    """Starts workers, restarts those that fail or hang, and stops all in the end.
+    """Starts workers, restarts those that fail or hang, and stops all at the end.
 
         with Supervisor(stall_timeout=1800) as supervisor:
           supervisor.add('replay', 'replay', make_replay, RestartPolicy(restarts=3))
@@ -57,21 +57,23 @@ class Supervisor:
           supervisor.add('env-0', 'env', make_env, rules, progress)
           supervisor.run(until=stop_event)
 
-    The thread that calls `run` supervises. It sleeps until a worker ends, until it is
-    told to stop, or until the next moment at which something can be due: a restart,
-    a hang, a stall. It alone changes the slots after `start`, apart from `stop`, and
-    does so under `_lock`, which makes `status` and `stop` safe in any thread. Threads
-    that watch workers only put their end into `_events`.
+    The thread that calls `run` supervises. It sleeps until a worker ends, until `stop`
+    is called, or until the next moment at which a restart, a hang or a stall can be
+    due. After `start`, it alone changes the slots, apart from `stop`, and does so under
+    `_lock`, which makes `status` and `stop` safe in any thread. Threads that watch
+    workers only put an event for each end into `_events`.
 
     Args:
-      grace: seconds between SIGTERM and SIGKILL for all processes together.
+      grace: seconds for all processes together to end before they get SIGKILL.
       stall_timeout: the run ends when no worker has reported a step for that many
         seconds; 0 for never.
       on_restart: called as `on_restart(name, error)` by the supervising thread when a
-        restart is decided, before the delay; the error is None if the worker ended
-        well. What it raises ends the run.
+        restart is decided, before the delay; the error is None if the worker
+        succeeded. An exception from it ends the run.
       on_failure: called with the error by the supervising thread when a worker has
         failed for good, before the others are stopped.
+      first_ends: whether the first worker that succeeds ends the run; the others then
+        have `grace` seconds to end by themselves.
     """
 
     def __init__(
@@ -80,21 +82,24 @@ class Supervisor:
         stall_timeout: float = 0.0,
         on_restart: Callable[[str, WorkerError | None], None] | None = None,
         on_failure: Callable[[RunFailed], None] | None = None,
+        first_ends: bool = False,
     ):
         self._grace = grace
         self._stall_timeout = stall_timeout
         self._on_restart = on_restart
         self._on_failure = on_failure
+        self._first_ends = first_ends
         self._lock = threading.Lock()
         self._slots: list[_Slot] = []
         self._events: queue.SimpleQueue[tuple[_Slot, Worker] | None]
         self._events = queue.SimpleQueue()
         self._until: threading.Event | None = None
         self._began = 0.0
+        self._deadline = math.inf
         self._started = False
         self._stopping = False
-        self._left: set[Worker] = set()  # Threads that were waited for in vain.
-        self._overslept = (0.0, 0.0)  # When it wanted to wake up last, and when it did.
+        self._leftover: set[Worker] = set()  # Threads that did not end in time.
+        self._overslept = (0.0, 0.0)  # Planned and actual time of a late wake-up.
 
     def add(
         self,
@@ -109,15 +114,15 @@ class Supervisor:
         Args:
           name: unique name, for errors and the status.
           role: what the worker does.
-          make_worker: returns a new worker for every start; what a dead one has left
-            behind is cleaned up here.
+          make_worker: returns a new worker for every start, after cleaning up what a
+            dead one has left behind.
           policy: when to restart it.
           progress: where the worker reports; needed if `policy.hang` is set.
         """
         if self._started:
             raise RuntimeError(f"Worker '{name}' must be added before the start.")
         if name in [slot.name for slot in self._slots]:
-            raise ValueError(f"Worker names must be unique, '{name}' is there twice.")
+            raise ValueError(f"Worker names must be unique, got '{name}' twice.")
         if policy.hang and progress is None:
             raise ValueError(
                 f"RestartPolicy(hang={policy.hang:g}) of worker '{name}' needs a "
@@ -126,9 +131,9 @@ class Supervisor:
         self._slots.append(_Slot(name, role, make_worker, policy, progress))
 
     def start(self) -> None:
-        """Starts all workers in the order of adding; if one cannot, stops the others.
+        """Starts all workers in the order they were added; if one fails, stops all.
 
-        Nobody is restarted before `run`.
+        No worker is restarted before `run`.
         """
         if self._started:
             raise RuntimeError("A Supervisor can be started once. Make a new one.")
@@ -151,20 +156,20 @@ class Supervisor:
     ) -> None:
         """Supervises until the end of the run, then stops everything.
 
-        The run ends when all workers have ended well, when `until` is set, after
-        `duration`, on `stop`, by an error, or by an interrupt.
+        The run ends when all workers have succeeded (see `first_ends`), when `until` is
+        set, after `duration`, on `stop`, by an error, or by an interrupt.
 
         Args:
-          until: ends the run; also set when it ends otherwise, so that threads among
-            the workers can wait for it to know when to return.
+          until: ends the run when it is set. It is also set when the run ends
+            otherwise, to tell threads among the workers to return.
           duration: seconds from now; None or 0 for no limit.
 
         Raises:
           RunFailed: a worker failed more often than its policy allows, or a thread
             hangs.
-          RunStalled: nobody has progressed for `stall_timeout`.
+          RunStalled: no worker made progress for `stall_timeout` seconds.
         """
-        deadline = time.monotonic() + duration if duration else math.inf
+        self._deadline = time.monotonic() + duration if duration else math.inf
         self._until = until
         if until is not None:
             threading.Thread(
@@ -173,11 +178,11 @@ class Supervisor:
         try:
             if not self._started:
                 self.start()
-            while not self._is_over(deadline):
+            while not self._is_over():
                 self._restart_due()
                 self._kill_hung()
                 self._check_stall()
-                self._wait(deadline)
+                self._wait()
         except RunFailed as error:
             if self._on_failure is not None:
                 self._on_failure(error)
@@ -189,15 +194,15 @@ class Supervisor:
             self.stop()
 
     def stop(self, grace: float | None = None) -> None:
-        """Stops all workers, the last added first, and everything that `run` does.
+        """Stops all workers, the last added first, and ends `run`.
 
-        Processes get SIGTERM and, what is left after `grace` seconds for all of them,
-        SIGKILL. Threads are waited for until then, once, and left behind as daemons.
-        May be called by any thread, more than once. What fails now is seen in
-        `status` only: a worker may well fail because another has ended before it.
+        Processes are terminated; those left after `grace` seconds, which all of them
+        share, get SIGKILL. Threads are waited for until then, once, and left behind as
+        daemons. May be called by any thread, more than once. Failures from now on
+        appear in `status` only, since a worker may fail because another has ended.
 
         Args:
-          grace: default: that of the supervisor.
+          grace: seconds; default: that of the supervisor.
         """
         grace = self._grace if grace is None else grace
         with self._lock:
@@ -209,16 +214,16 @@ class Supervisor:
         deadline = time.monotonic() + grace
         processes.stop(workers, grace)
         for worker in workers:
-            if worker.started and worker not in self._left:
+            if worker.started and worker not in self._leftover:
                 worker.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
-            self._left.update(worker for worker in workers if worker.running)
+            self._leftover.update(worker for worker in workers if worker.running)
             for slot in self._slots:
                 slot.ended = slot.worker is None or not slot.worker.running
                 slot.error = (slot.worker and slot.worker.error) or slot.error
 
     def status(self) -> list[Status]:
-        """Returns what there is to show of every worker, in the order of adding."""
+        """Returns the state of every worker, in the order they were added."""
         with self._lock:
             return [_status(slot) for slot in self._slots]
 
@@ -232,17 +237,17 @@ class Supervisor:
         until.wait()  # `stop` sets it at the latest.
         self._events.put(None)
 
-    def _is_over(self, deadline: float) -> bool:
+    def _is_over(self) -> bool:
         if self._until is not None and self._until.is_set():
             return True
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= self._deadline:
             return True
         with self._lock:
             return self._stopping or all(slot.ended for slot in self._slots)
 
-    def _wait(self, deadline: float) -> None:
+    def _wait(self) -> None:
         """Sleeps until a worker ends, `stop` is called, or something can be due."""
-        due = [deadline, self._stall_deadline()]
+        due = [self._deadline, self._stall_deadline()]
         due += [slot.restart_at for slot in self._slots]
         due += [self._hang_check(slot) for slot in self._slots]
         wake = min(due)
@@ -263,7 +268,8 @@ class Supervisor:
             slot.progress.reset()
         worker = slot.make_worker()
         with self._lock:
-            # Under the lock, so that `stop` either sees the worker or prevents it.
+            # Under the lock, so that `stop` either sees the worker or prevents its
+            # start.
             stopping = self._stopping
             if not stopping:
                 slot.worker = worker
@@ -285,22 +291,24 @@ class Supervisor:
             try:
                 self._start(slot)
             except Exception as error:
-                self._settle(slot, error_from(slot.name, child.describe(error)))
+                self._decide_restart(slot, error_from(slot.name, child.describe(error)))
 
     def _note_end(self, slot: _Slot, worker: Worker) -> None:
         with self._lock:
             if self._stopping:
                 return
-            error, slot.verdict = slot.verdict or worker.error, None
-        self._settle(slot, error)
+            error, slot.kill_reason = slot.kill_reason or worker.error, None
+        self._decide_restart(slot, error)
 
-    def _settle(self, slot: _Slot, error: WorkerError | None) -> None:
-        """Decides whether a worker that is over is restarted, and when."""
+    def _decide_restart(self, slot: _Slot, error: WorkerError | None) -> None:
+        """Decides whether a worker that has ended is restarted, and when."""
         now, policy = time.monotonic(), slot.policy
         with self._lock:
             slot.error = error or slot.error
             if error is None and not policy.restart_on_success:
                 slot.ended = True
+                if self._first_ends:
+                    self._deadline = min(self._deadline, now + self._grace)
                 return
             if error is not None:
                 slot.failures.append((now, error.kind))
@@ -319,48 +327,60 @@ class Supervisor:
     def _kill_hung(self) -> None:
         now = time.monotonic()
         hung = [slot for slot in self._slots if self._hang_deadline(slot) <= now]
-        for slot in hung:
-            error = WorkerError(slot.name, _hang_reason(slot, now))
+        self._kill({slot: _hang_reason(slot, now) for slot in hung})
+
+    def _kill(self, reasons: dict[_Slot, str]) -> None:
+        """Kills workers, which are then restarted as if they had failed.
+
+        Args:
+          reasons: by slot, why its worker is killed; it continues "The worker ...".
+
+        Raises:
+          RunFailed: one of them is a thread, which cannot be killed.
+        """
+        for slot, reason in reasons.items():
+            error = WorkerError(slot.name, reason)
             if not isinstance(slot.worker, Process):
                 raise _failed(slot, "a thread cannot be killed", error)
             with self._lock:
-                slot.verdict = error
-        # Without time for SIGTERM: what hangs would not use it.
-        processes.stop([slot.worker for slot in hung if slot.worker], 0.0)
+                slot.kill_reason = error  # Else it would count as a normal end.
+        # Without time to end: a worker that hangs would not use it.
+        processes.stop([slot.worker for slot in reasons if slot.worker], 0.0)
 
     def _hang_deadline(self, slot: _Slot) -> float:
-        """When the worker hangs if it reports nothing until then."""
+        """Returns when the worker counts as hung unless it reports before then."""
         policy, progress = slot.policy, slot.progress
         if not policy.hang or progress is None or not slot.running:
             return math.inf
         since = progress.seen or slot.started + policy.startup
-        return since + policy.hang + self._lost(since, policy.hang)
+        return since + policy.hang + self._frozen(since, policy.hang)
 
     def _hang_check(self, slot: _Slot) -> float:
-        """When the worker can hang at the earliest, whatever it reports until then.
+        """Returns the earliest time at which the worker can count as hung.
 
-        One that waits or still starts may do its last step in this moment.
+        A worker that waits or starts has a later deadline, but may report right now and
+        hang from then on.
         """
         if not slot.policy.hang or not slot.running:
             return math.inf
         return min(self._hang_deadline(slot), time.monotonic() + slot.policy.hang)
 
     def _stall_deadline(self) -> float:
-        """The earliest time at which the whole run can be said to stand still."""
+        """Returns the earliest time at which the whole run can count as stalled."""
         watched = [slot for slot in self._slots if slot.progress]
         if not self._stall_timeout or all(slot.ended for slot in watched):
             return math.inf
         since = max(slot.progress.stepped for slot in watched if slot.progress)
         since = max(since, self._began)
-        return since + self._stall_timeout + self._lost(since, self._stall_timeout)
+        return since + self._stall_timeout + self._frozen(since, self._stall_timeout)
 
-    def _lost(self, since: float, limit: float) -> float:
-        """Seconds that a worker gets because this process could not run either.
+    def _frozen(self, since: float, limit: float) -> float:
+        """Returns the seconds to add to a deadline because this process was frozen too.
 
-        Where all processes were frozen for a while, as some schedulers do, none of
-        them hangs. How long this one has slept before it wanted to wake up is not
-        known, hence up to `limit` on top. Only the last time counts, so that a
-        process that is always late still finds a hang.
+        If a scheduler froze all processes for a while, none of them hangs. How long
+        this process was frozen before its planned wake-up is unknown, so its delay
+        counts twice, the second time up to `limit`. Only the last late wake-up counts,
+        so that a process that is always late still detects a hang.
         """
         wanted, woke = self._overslept
         late = max(0.0, woke - max(wanted, since))
@@ -391,7 +411,7 @@ def _hang_reason(slot: _Slot, now: float) -> str:
 
 
 def _too_many(slot: _Slot, kind: str) -> str:
-    """Returns the limit that the failures exceed, the last of them a `kind`, if any."""
+    """Describes the limit that a last failure of `kind` exceeds; empty if none."""
     policy = slot.policy
     alike = sum(kind == other for _, other in slot.failures)
     limits = [(len(slot.failures), "failures", policy.restarts)]

@@ -1,4 +1,4 @@
-"""Threads whose failures are noticed, and what they share with processes. Anywhere."""
+"""Threads whose errors are kept, and the base class of workers. Any process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from embodied.workers import child
 
 
 class WorkerError(RuntimeError):
-    """A worker ended badly.
+    """A worker failed.
 
     Attributes:
       name: the worker's name.
-      reason: what happened to it, a phrase that continues its name.
-      traceback: where it happened, as text; empty if the worker could not tell.
-      kind: name of its exception's type, without the module; empty without one.
+      reason: what happened to it, a phrase that follows its name.
+      traceback: where it happened, as text; empty if that is unknown.
+      kind: type name of the exception, without the module; empty without an exception.
     """
 
     def __init__(self, name: str, reason: str, traceback: str = "", kind: str = ""):
@@ -38,10 +38,11 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """Base of processes and threads.
+    """Base class of processes and threads.
 
-    `_lock` guards the step from running to over, `_callbacks` and what a subclass
-    says; the thread that sees the worker's end makes that step, once, in `_finish`.
+    `_lock` guards the transition from running to ended, `_callbacks`, and whatever a
+    subclass says. The thread that notices the worker's end makes the transition, once,
+    in `_finish`.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple, name: str | None):
@@ -64,15 +65,15 @@ class Worker:
 
     @property
     def error(self) -> WorkerError | None:
-        """Why the worker ended badly; None while it runs or if it ended well."""
+        """Why the worker failed; None while it runs or if it succeeded."""
         return self._error
 
     def start(self) -> None:
-        """Starts the worker; each can be started once."""
+        """Starts the worker, which is possible only once."""
         raise NotImplementedError(f"{type(self).__name__}.start")
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits for the worker's end; False if `timeout` seconds did not suffice."""
+        """Waits for the worker to end; returns False after `timeout` seconds."""
         if not self.started:
             raise RuntimeError(f"Worker '{self.name}' must be started before join.")
         return self._over.wait(timeout)
@@ -83,9 +84,10 @@ class Worker:
             raise self._error
 
     def on_exit(self, callback: Callable[[Any], None]) -> None:
-        """Has `callback(worker)` called once, after the worker's end.
+        """Calls `callback(worker)` once, after the worker has ended.
 
-        The thread that notices the end calls it; if that has passed, this one does.
+        The thread that notices the end makes the call, or this thread if the worker
+        has ended already.
         """
         with self._lock:
             if not self._over.is_set():
@@ -118,7 +120,7 @@ class Worker:
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception:  # The others still want to know.
+            except Exception:  # The other callbacks must still run.
                 details = (*sys.exc_info(), threading.current_thread())
                 threading.excepthook(threading.ExceptHookArgs(details))
 
@@ -177,12 +179,12 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def error_from(name: str, outcome: Mapping[str, str]) -> WorkerError:
-    """Returns the error for an exception that `child.describe` has described."""
+    """Returns the error for an exception that `child.describe` described."""
     reason = f"failed with {outcome['type']}: {outcome['message']}"
     kind = outcome["type"].rpartition(".")[2]
     return WorkerError(name, reason, outcome["traceback"], kind)
 
 
 def exit_reason(code: object) -> str:
-    """Returns the phrase for a worker that left by `sys.exit`."""
+    """Returns the failure phrase of a worker that ended with an exit code."""
     return f"ended with exit code {code}; 0 was expected."

@@ -1,4 +1,4 @@
-"""Environments that tell where they are, and some that fail. Env processes."""
+"""Environments that observe their position, and some that fail. Env processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 import embodied
 
 LENGTH = 7  # Number of the last step of an episode.
-FAULTY_STEP = 20  # At which an environment looks for a fault to make.
+FAULTY_STEP = 20  # Step of an environment at which it looks for a fault to make.
 
 
 class Counting(embodied.Env):
-    """Observations tell incarnation, episode and step.
+    """Environment whose observations hold incarnation, episode and step.
 
-    Every instance has a number of its own as its incarnation, also in another process.
+    The incarnation is a random number of each instance, unique across processes.
     """
 
     def __init__(self):
@@ -60,9 +60,9 @@ class Counting(embodied.Env):
 
 
 class Faulty(Counting):
-    """Makes the faults that are files of the folder FAULTS, each once.
+    """Makes each fault once that a file in the folder $FAULTS names.
 
-    With FAULT=KIND in the environment, every instance makes that one.
+    If the variable FAULT=KIND is set, every instance makes that fault instead.
     """
 
     def __init__(self):

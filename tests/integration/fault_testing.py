@@ -1,4 +1,4 @@
-"""Runs that are disturbed, and what must hold of them whatever happened."""
+"""Runs that faults disturb, and checks of what must hold after any of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fault_envs import LENGTH
 from parallel_testing import WAIT, Program, last_step, metrics, read_lines, wait_until
 
 from embodied.checkpoint import Checkpoint
-from embodied.checkpoint.manifest import Manifest
+from embodied.checkpoint.store import Manifest
 from embodied.replay import Replay
 from embodied.replay.selectors import Fifo
 
@@ -30,7 +30,7 @@ INFLIGHT = 4  # Batches of steps on their way to the replay, or to the logger.
 IN_BETWEEN = TOLERANCE + (DRAWN_AHEAD + 1) * BATCH + RATIO * (INFLIGHT + 1) * ENVS
 # Steps until there are as many sequences as a batch has steps: training begins.
 START = BATCH * BATCH_LENGTH + ENVS * (BATCH_LENGTH + CONTEXT - 1)
-WINDOW = 1000  # Steps over which both are compared.
+WINDOW = 1000  # Steps over which training and collecting are compared.
 SLOW_WINDOW = 50  # The same in a run that saves all the time.
 
 FLAGS = ["--configs", "debug", "--script", "parallel", "--random_agent", "True"]
@@ -44,13 +44,13 @@ FLAGS += ["--run.train_ratio", str(RATIO * BATCH_LENGTH)]
 
 
 class Run(Program):
-    """A run in the environments of `fault_envs`, until it is told to end.
+    """A run with the environments of `fault_envs`, which trains until it is ended.
 
     Args:
-      logdir: of the run.
+      logdir: folder of the run.
       *flags: more flags.
       task: class of the environments.
-      options: of the program.
+      options: more arguments of `Program`.
     """
 
     def __init__(self, logdir, *flags, task="Counting", **options):
@@ -59,7 +59,7 @@ class Run(Program):
         super().__init__(*FLAGS, *task, *flags, **options)
 
     def pid_of(self, role):
-        """Waits until a role has a process, and returns its number."""
+        """Waits until a role has a process, and returns its id."""
         wait_until(lambda: role in self.roles() or not self.running, WAIT, self)
         assert self.running, self.output()
         return self.roles()[role].pid
@@ -79,7 +79,7 @@ class Run(Program):
             assert self.pid_of(role) != pid
 
     def restarts(self, role):
-        """How often the launcher has said that it restarts a role."""
+        """Returns how often the launcher has logged a restart of a role."""
         return self.output().count(f"Role {role} is restarted:")
 
     def goes_on(self, seconds=WAIT):
@@ -98,13 +98,13 @@ class Run(Program):
         assert self.running, self.output()
 
     def stays(self, seconds):
-        """Lets the run be for a while, which it does not end in."""
+        """Lets the run continue for some seconds; fails if it ends."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         assert self.running, self.output()
 
     def saves(self):
-        """Waits until two more checkpoints are committed: the second began later."""
+        """Waits for two more checkpoints, the second of which began after this call."""
         seen = len(manifest_paths(self.logdir))
         wait_until(
             lambda: len(manifest_paths(self.logdir)) >= seen + 2 or not self.running,
@@ -120,7 +120,7 @@ class Run(Program):
         return [int(port) for port in re.findall(r"localhost:(\d+)", line)]
 
     def leave(self):
-        """Tells the run to end, which it does well."""
+        """Ends the run with SIGTERM; fails if its exit code is not 0."""
         self.terminate()
         assert self.wait() == 0, self.output()
 
@@ -139,12 +139,12 @@ def is_alive(process):
 
 
 def manifest_paths(logdir):
-    """The files of all checkpoints, the oldest first."""
+    """Returns the manifest files of all checkpoints, the oldest first."""
     return sorted(pathlib.Path(logdir, "ckpt", "manifests").glob("*.json"))
 
 
 def manifests(logdir):
-    """All checkpoints, the oldest first."""
+    """Returns the manifests of all checkpoints, the oldest first."""
     return [read_manifest(path) for path in manifest_paths(logdir)]
 
 
@@ -153,7 +153,7 @@ def read_manifest(path):
 
 
 def sequences(logdir, manifest, length):
-    """All sequences of a length in the replay that a checkpoint saved."""
+    """Returns all sequences of a length in the replay of a checkpoint."""
     data = Checkpoint(pathlib.Path(logdir)).read_part(manifest, "replay")
     folder = pathlib.Path(logdir, "replay")
     replay = Replay(length, directory=folder, selector=Fifo(), context=CONTEXT)
@@ -162,19 +162,19 @@ def sequences(logdir, manifest, length):
 
 
 def steps_of(logdir, manifest):
-    """Incarnation, episode and step of all that a checkpoint saved."""
+    """Returns (incarnation, episode, step) of every step in a checkpoint."""
     batch = sequences(logdir, manifest, length=1)
     return [tuple(row) for row in batch["where"][:, 0].tolist()] if batch else []
 
 
 def steps_in(batch):
-    """Incarnation, episode and step of all that is in some sequences."""
+    """Returns (incarnation, episode, step) of every step in some sequences."""
     rows = np.unique(batch["where"].reshape(-1, 3), axis=0)
     return {tuple(row) for row in rows.tolist()}
 
 
 def check_consecutive(batch):
-    """Steps of a sequence follow one another, or it is said that they do not."""
+    """Checks that steps in sequences are consecutive, or marked with `is_first`."""
     before, after = batch["where"][:, :-1], batch["where"][:, 1:]
     starts = batch["is_first"][:, 1:]
     follows = np.all(after - before == (0, 0, 1), -1)
@@ -185,7 +185,7 @@ def check_consecutive(batch):
 
 
 def gaps(steps):
-    """How often an incarnation has a step without the one before it."""
+    """Returns how many steps of an incarnation lack the step before them."""
     known = set(steps)
     count = 0
     for incarnation, episode, step in known:
@@ -195,13 +195,13 @@ def gaps(steps):
 
 
 def check_replay(logdir, max_gaps=0):
-    """What holds of all checkpoints of a run; returns the steps of the last.
+    """Checks the replay of all checkpoints of a run; returns the steps of the last.
 
     Args:
-      logdir: of the run.
-      max_gaps: places where steps may be missing: each env has one where the actor was
-        lost, and two where the replay was: after the last save, and where a new episode
-        begins since a batch was in doubt.
+      logdir: folder of the run.
+      max_gaps: number of places where steps may be missing. For each env, a loss of the
+        actor makes one, and a loss of the replay two: after the last save, and where a
+        new episode begins because a batch was in doubt.
     """
     before, steps = set(), []
     for manifest in manifests(logdir):
@@ -214,13 +214,13 @@ def check_replay(logdir, max_gaps=0):
         batch = sequences(logdir, manifest, BATCH_LENGTH + CONTEXT)
         if batch:
             check_consecutive(batch)
-            # Streams that end before their first sequence are no use, and go.
+            # Streams that end before their first sequence are useless, and dropped.
             before = steps_in(batch)
     return set(steps)
 
 
 def check_files(logdir):
-    """Raises if there are files of replays that no checkpoint lists."""
+    """Fails if there are files of replays that no checkpoint lists."""
     found = {
         path.relative_to(logdir).as_posix()
         for folder in ("replay", "replay_eval")
@@ -230,24 +230,24 @@ def check_files(logdir):
 
 
 def updates_of(logdir, manifest):
-    """How often the agent of a checkpoint was trained, as it says itself."""
+    """Returns the number of updates that the agent of a checkpoint has counted."""
     data = Checkpoint(pathlib.Path(logdir)).read_part(manifest, "agent")
     return data["counters"]["updates"]
 
 
 def check_ratio(run, lost=False, waits=True):
-    """A run that goes on trains as often as was asked for the steps that it makes.
+    """Checks that a run makes as many updates as the ratio requires for its steps.
 
-    What the agent counts is compared with what the logger counts; neither asks the
-    limiter. Updates of an agent that was restarted, which are not in its weights any
-    more, do not count.
+    Compares the updates that the agent counts with the steps that the logger counts,
+    which are independent of the limiter. Updates that an agent has lost in a restart
+    do not count.
 
     Args:
-      run: that has just gone on.
-      lost: whether the replay or the logger was restarted without the others. Only
-        what comes from now on is compared then.
-      waits: whether the learner waits for steps. If the run saves all the time, it may
-        be behind.
+      run: run that trains, after any fault.
+      lost: whether the replay or the logger was restarted without the others. If so,
+        only what comes from now on is compared.
+      waits: whether the learner waits for steps. If the run saves all the time, the
+        learner may be behind.
     """
     run.saves()
     seen = len(manifests(run.logdir))
@@ -267,17 +267,18 @@ def check_ratio(run, lost=False, waits=True):
         for count, manifest in zip(updates, saved)
     ]
     since = [x - ahead[seen - 1] for x in ahead[seen:]]
-    # The logger saves a moment after the agent, which is longer on a busy machine. What
-    # is wrong is wrong in all checkpoints.
+    # The logger saves a moment after the agent, and later on a busy machine, so single
+    # checkpoints may be off. A wrong ratio shows in all of them.
     assert min(since) <= 2 * IN_BETWEEN, ahead
     assert max(since) >= -2 * IN_BETWEEN or not waits, ahead
     assert min(map(abs, ahead[seen:])) <= IN_BETWEEN or lost or not waits, ahead
 
 
 def check_metrics(logdir):
-    """Every line is whole, whoever was killed while writing, and steps never go back.
+    """Checks that every line is complete and that steps never decrease.
 
-    Not even where a resume, or a logger that was restarted, has gone back.
+    This holds even if a role was killed while writing, and if a resume or a restarted
+    logger went back to an earlier step.
     """
     for name in ("metrics.jsonl", "scores.jsonl"):
         lines = pathlib.Path(logdir, name).read_text().splitlines()

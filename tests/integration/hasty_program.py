@@ -1,6 +1,6 @@
-"""The command line, where waits of fixed length are short.
+"""The command line with shorter fixed waits.
 
-In the launching process and in that of the agent; others wait as ever.
+They are shorter in the launcher and in the agent process, and unchanged in others.
 """
 
 import sys
@@ -14,10 +14,10 @@ made = scripts.make_agent
 
 
 def hasten():
-    wiring.FIRST_NOTE = 0.5  # Until it is said who waits for whom.
-    owners.NOTE_SECONDS = 3.0  # Until it is said who is away,
-    server.CLIENT_TIMEOUT = 2.0  # which is who was silent for so long.
-    agent.GRACE = 3.0  # For roles that do not answer to SIGTERM.
+    wiring.FIRST_NOTE = 0.5  # Until a role logs which role it waits for.
+    owners.NOTE_SECONDS = 3.0  # Until an absence is reported.
+    server.CLIENT_TIMEOUT = 2.0  # Of silence, until a client counts as gone.
+    agent.GRACE = 3.0  # For roles that do not end on SIGTERM.
 
 
 def make_agent(*args):

@@ -1,4 +1,4 @@
-"""Starts runs as programs of their own, and looks at what they do and leave."""
+"""Starts runs as separate programs, and inspects their output and their files."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ SMALL += [
 ]
 
 
-# With as few processes as a run can have, where these are not the point.
+# As few processes as possible, for tests that do not depend on their number.
 LEAN = ["--run.eval_envs", "0", "--run.envs_per_worker", "2"]
 
-# To run instead of the command line, where a wait would take most of the time.
+# Replaces the command line in tests that would mostly wait.
 HASTY = pathlib.Path(__file__).parent / "hasty_program.py"
 
 
@@ -47,17 +47,17 @@ def small(logdir, *argv, script="parallel", steps=300):
 
 
 class Program:
-    """A program in a session of its own, whose end is also that of its children.
+    """A program in a session of its own; leaving the block ends it and its children.
 
     with Program(*small(tmp_path)) as program:
       program.wait_for("Starting")
       assert program.wait() == 0, program.output()
 
     Args:
-      argv: arguments of `python -m dreamerv3.main`, or of Python if `script` is given.
+      argv: arguments of `python -m dreamerv3.main`, or of `script` if it is given.
       script: a file to run instead.
-      environ: changes to the environment.
-      prefix: of the command.
+      environ: environment variables to add or change.
+      prefix: words to put before the command.
     """
 
     def __init__(self, *argv, script=None, environ=None, prefix=()):
@@ -108,7 +108,7 @@ class Program:
             return []
 
     def roles(self):
-        """The names of the roles that run as processes, and these."""
+        """Returns the processes of the roles that have one, by the name of the role."""
         found = {}
         for child in self.children():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -118,7 +118,7 @@ class Program:
         return found
 
     def interrupt(self):
-        """Sends Ctrl-C as a terminal does: to all of the foreground's processes."""
+        """Sends SIGINT to the process group, as a terminal does for Ctrl-C."""
         os.killpg(self.pid, signal.SIGINT)
 
     def terminate(self):
@@ -132,12 +132,12 @@ class Program:
             raise AssertionError(f"It did not end.\n{self.output()}") from None
 
     def output(self):
-        """What was printed until now, errors among it."""
+        """Returns what was printed so far, including stderr."""
         size = os.fstat(self._shown.fileno()).st_size
         return os.pread(self._shown.fileno(), size, 0).decode(errors="replace")
 
     def wait_for(self, text, seconds=WAIT):
-        """Waits until something is printed."""
+        """Waits until a text is printed."""
         wait_until(lambda: text in self.output() or not self.running, seconds, self)
         assert text in self.output(), self.output()
 
@@ -147,13 +147,13 @@ class Program:
         assert last_step(logdir) >= step, self.output()
 
     def wait_for_envs(self, logdir, count, seconds=WAIT):
-        """Waits until so many environments have had actions from the actor."""
+        """Waits until the actor has reported that it serves `count` environments."""
         self.wait_for_metrics(
             logdir, lambda found: count in found.get("parallel/envs", []), seconds
         )
 
     def wait_for_metrics(self, logdir, condition, seconds=WAIT):
-        """Waits until the metrics so far are as they should be."""
+        """Waits until the metrics written so far fulfil a condition."""
         wait_until(
             lambda: condition(metrics(logdir)) or not self.running, seconds, self
         )
@@ -161,7 +161,7 @@ class Program:
 
 
 def wait_until(condition, seconds=WAIT, program=None):
-    """Waits for something that another process does, and that signals nothing."""
+    """Polls a condition that another process fulfils without a signal."""
     deadline = time.monotonic() + seconds
     while not condition():
         shown = program.output() if program else ""
@@ -169,13 +169,13 @@ def wait_until(condition, seconds=WAIT, program=None):
         time.sleep(0.05)
 
 
-_parsed = {}  # By path: number of bytes, their lines, and the last of these as it was.
+_parsed = {}  # By path: number of bytes, parsed lines, and the last line as bytes.
 
 
 def read_lines(path):
-    """The lines of a JSONL file, without one that is still being written.
+    """Returns the lines of a JSONL file, without one that is still being written.
 
-    Each is parsed once, since those who wait for a line ask many times.
+    Each line is parsed once, since a wait for a line reads the file many times.
     """
     if not path.exists():
         return []
@@ -194,7 +194,7 @@ def read_lines(path):
 
 
 def metrics(logdir):
-    """All values of every metric, in their order."""
+    """Returns all values of every metric, in the order in which they were written."""
     found = {}
     for line in read_lines(pathlib.Path(logdir, "metrics.jsonl")):
         for name, value in line.items():
@@ -231,7 +231,7 @@ def shared_addresses(folder):
 
 
 def import_path():
-    """Folders that programs import from, in PYTHONPATH."""
+    """Returns the PYTHONPATH of programs, which begins with this folder."""
     here = str(pathlib.Path(__file__).parent)
     return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
 

@@ -1,4 +1,4 @@
-"""Roles as processes, and a client of the test that plays the others."""
+"""Roles as processes, with clients of the test in place of the other roles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Roles:
         self.processes = []
 
     def start(self, function, *factories):
-        # Of either kind, since roles take both.
+        # Roles take factories as they are or pickled; here they are pickled.
         pickled = [cloudpickle.dumps(factory) for factory in factories]
         process = Process(function, *pickled, self.args)
         process.start()
@@ -46,7 +46,7 @@ class Roles:
 
     def __exit__(self, *error):
         self._stack.close()
-        for process in reversed(self.processes):  # The agent saves with the others.
+        for process in reversed(self.processes):  # The agent needs the others to save.
             stop([process], 10)
 
 

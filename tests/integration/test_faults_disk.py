@@ -54,7 +54,7 @@ class TestDamagedFiles:
             logdir = tmp_path / str(index)
             shutil.copytree(killed, logdir)
             truncate(logdir / record.path)
-            # Of the replay what is whole is used, whatever else is lost.
+            # Intact files of a replay are used even if others are damaged.
             expected = older if record.required else newest
             with Run(logdir) as run:
                 run.wait_for(f"from checkpoint {expected.tag}.")
@@ -88,7 +88,7 @@ def truncate(path):
 
 @pytest.fixture
 def small_disk(tmp_path, request):
-    """A file system that has room for saves, but not for much; by default 30 MB."""
+    """A file system with room for few saves; by default of 30 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     size = getattr(request, "param", "30m")
@@ -163,12 +163,12 @@ class TestFullDisk:
         flags = ["--script", "train", "--run.steps", "50"]
         with Run(small_disk / "run", *flags, "--run.keep", "1000000") as run:
             assert run.wait() == 0, run.output()
-            words = "but run.keep 1000000 needs 1000001 of them at times"
+            words = "but run.keep 1000000 needs room for 1000001 while one is written"
             assert run.output().count(words) == 1
 
 
 def fill(path):
-    """Writes until nothing fits any more."""
+    """Writes until the disk is full."""
     with path.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
             with pytest.raises(OSError, match="No space left"):
@@ -201,6 +201,6 @@ class TestEndDuringSave:
 
 
 def is_saving(logdir):
-    """Whether files of a save are there that is not committed."""
+    """Whether there are files of a save that is not committed."""
     tags = {manifest.tag for manifest in manifests(logdir)}
     return any(path.stem not in tags for path in (logdir / "ckpt/agent").iterdir())

@@ -24,7 +24,7 @@ MALFORMED = {
 
 
 def send(port, message):
-    """Sends something, and does not care what becomes of it."""
+    """Sends a message, and ignores errors."""
     with contextlib.suppress(OSError):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
             stranger.sendall(message)
@@ -34,7 +34,7 @@ def send(port, message):
 
 
 def flood(ports, stop, count):
-    """Opens many connections, and closes them, until told to stop."""
+    """Opens and closes many connections until `stop` is set."""
     while not stop.is_set():
         with contextlib.ExitStack() as stack:
             for index in range(count):
@@ -64,7 +64,7 @@ def test_a_run_goes_on_with_strangers_at_its_ports(tmp_path, seconds, count):
         finally:
             stop.set()
             thread.join()
-        run.goes_on(seconds=10)  # So soon after a flood it is over.
+        run.goes_on(seconds=10)  # It recovers this soon after a flood.
         check_ratio(run)
         assert "restarted" not in run.output()
         run.leave()

@@ -35,7 +35,7 @@ class TestStopped:
             run.goes_on()
             worker = run.pid_of("env-1")
             os.kill(worker, signal.SIGSTOP)  # Like one behind a network that is down.
-            run.wait_for("Nothing is heard of envs 1 since ")
+            run.wait_for("No contact with envs 1 since ")
             os.kill(worker, signal.SIGCONT)
             run.wait_for("Back after ")
             run.goes_on()
@@ -124,7 +124,7 @@ class TestEnvironments:
         assert KINDS[kind] in failure
         if kind == "raise":
             assert ", in _raise" in failure  # Where it happened, in the env process.
-        first, last = manifests(tmp_path)  # When it began, and before it ended.
+        first, last = manifests(tmp_path)  # Saved at the start, and before the end.
         assert last.meta["step"] > first.meta["step"]
         steps = check_replay(tmp_path)
         assert FAULTY_STEP <= len(steps) <= 2 * ENVS * FAULTY_STEP

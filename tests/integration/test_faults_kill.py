@@ -1,4 +1,4 @@
-"""SIGKILL of each role of a run that trains: what goes on, and what is kept."""
+"""SIGKILL of each role of a run that trains: what continues, and what is kept."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ from parallel_testing import WAIT, last_step, wait_until
 
 from embodied.checkpoint import Checkpoint
 
-LOST = 50  # Steps that are not saved when the agent is killed.
+LOST = 50  # Steps, at least, that are not saved when the agent is killed.
 ALL_ENVS = [f"env-{index}" for index in range(ENVS)]
 
 
@@ -75,7 +75,9 @@ class TestRolesThatComeBack:
             saved = manifests(tmp_path)[-1].tag
             written = tmp_path / "ckpt" / "replay_eval"
             wait_until(lambda: newest_part(written) > saved, program=run)
-            run.stays(1.0)  # Nothing shows that the answer is there; it stays so.
+            # Time for the replay's answer to arrive, which nothing shows. Meanwhile the
+            # save stays uncommitted.
+            run.stays(1.0)
             run.kill("replay")
             wait_until(lambda: run.output().count("The replay has ") > 1, program=run)
             os.kill(logger, signal.SIGCONT)
@@ -103,7 +105,7 @@ class TestRolesThatComeBack:
             run.leave()
         assert manifests(tmp_path)[-1].meta["step"] > before
         steps = check_replay(tmp_path, max_gaps=2 * ENVS)
-        assert len(incarnations(steps)) == ENVS  # Nobody else was restarted.
+        assert len(incarnations(steps)) == ENVS  # No env worker was restarted.
 
 
 class TestLauncher:
@@ -147,14 +149,14 @@ class TestLauncher:
 
 
 def wait_for_incarnations(run, count):
-    """Waits until so many environments have saved a sequence, those now gone included.
+    """Waits until `count` env instances have saved a sequence, killed ones included.
 
-    One that is killed before its first sequence leaves nothing.
+    An instance that is killed before its first sequence leaves nothing.
     """
 
     @functools.cache
     def saved_in(number):
-        """How many have saved a sequence in this checkpoint."""
+        """Returns how many instances have a sequence in a checkpoint."""
         saved = manifests(run.logdir)[number - 1]
         batch = sequences(run.logdir, saved, BATCH_LENGTH + CONTEXT)
         return len(incarnations(steps_in(batch))) if batch else 0
@@ -172,7 +174,7 @@ def incarnations(steps):
 
 
 def not_saved(logdir):
-    """How many steps the newest checkpoint lacks."""
+    """Returns how many logged steps the newest checkpoint lacks."""
     return last_step(logdir) - read_manifest(manifest_paths(logdir)[-1]).meta["step"]
 
 
@@ -182,7 +184,7 @@ def newest_part(folder):
 
 
 def check_resumed(run):
-    """The run begins, with the newest checkpoint if there is one."""
+    """Checks that the run starts, from the newest checkpoint if there is one."""
     newest = Checkpoint(run.logdir).newest()
     if newest:
         run.wait_for(f"from checkpoint {newest.tag}.")

@@ -1,4 +1,4 @@
-"""A stop that does not get on comes to its end, with the last checkpoint."""
+"""A stop without progress is ended, and the last checkpoint is kept."""
 
 import os
 import re
@@ -12,9 +12,9 @@ from parallel_testing import HASTY, wait_until
 
 from embodied.run.parallel.stopping import StopDeadline
 
-SECONDS = 2.0  # Of `run.stop_timeout`.
-GRACE = 3.0  # For roles that do not answer to SIGTERM, in a hasty program.
-SLACK = 20.0  # On a busy machine.
+SECONDS = 2.0  # Value of `run.stop_timeout`.
+GRACE = 3.0  # Of a hasty program, for roles that do not end on SIGTERM.
+SLACK = 20.0  # For a busy machine.
 
 
 class TestHungRole:
@@ -23,7 +23,7 @@ class TestHungRole:
         [
             (False, "replay", 0.0),
             pytest.param(True, "replay", 0.0, marks=pytest.mark.slow),
-            # Which the launcher has to notice.
+            # Only the launcher can notice that the agent hangs.
             pytest.param(True, "agent", 10.0, marks=pytest.mark.slow),
         ],
         ids=["replay", "replay of an agent process", "agent process"],

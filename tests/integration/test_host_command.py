@@ -1,4 +1,4 @@
-"""The command for another host is printed complete: what it says can be run."""
+"""The command for another host is printed in full, and can be run as printed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def printed(logdir, *flags):
 
 @pytest.mark.slow
 def test_printed_commands_join_a_live_run(tmp_path):
-    """Two hosts by what is printed for them; the second gets ids after the first."""
+    """Two hosts run the printed commands; the second gets ids after the first."""
     Keys.generate().save(tmp_path / "run.keys")
     port = rpc.free_port()
     argv = small(
@@ -61,7 +61,7 @@ def test_printed_commands_join_a_live_run(tmp_path):
         assert flags["--task"] == "tiny_testing:Task"
         assert flags["--run.env_timeout"] == "77.0"
         assert flags["--run.env_offset"] == "0" and flags["--run.eval_envs"] == "1"
-        # The address of this machine, wherever that is here.
+        # An address of this machine; which one depends on the machine.
         assert flags["--run.actor_addr"].endswith(f":{port}")
         flags["--run.actor_addr"] = f"localhost:{port}"
         with Program(*[word for pair in flags.items() for word in pair]) as host:
@@ -79,8 +79,8 @@ def test_printed_commands_join_a_live_run(tmp_path):
 
 @pytest.mark.slow
 def test_environments_beside_those_of_the_run(tmp_path):
-    """A run with environments and ports of its own takes more as they are printed."""
-    with Program(*small(tmp_path, steps=10**9)) as train:  # Three: one evaluates.
+    """A run with its own environments and ports takes more by the printed command."""
+    with Program(*small(tmp_path, steps=10**9)) as train:  # Three envs: one evaluates.
         train.wait_for_envs(tmp_path, 3)
         argv, notes = printed(tmp_path, "--run.envs", 1)
         assert "loopback" in notes
@@ -89,7 +89,7 @@ def test_environments_beside_those_of_the_run(tmp_path):
         with Program(*argv) as host:
             wait_until(lambda: 4 in metrics(tmp_path)["parallel/envs"], program=host)
     code, _, notes = host_command(tmp_path)
-    assert code == 2 and "run that is alive" in notes
+    assert code == 2 and "logdir of a live run" in notes
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):

@@ -1,7 +1,7 @@
 """A logdir of an earlier version resumes.
 
 `tests/golden/old_logdir` was written by commit 2f63a83, before transport, replay and
-saving were designed anew: a parallel run of a random agent, 330 steps.
+saving were redesigned: a parallel run of a random agent, 330 steps.
 """
 
 import pathlib

@@ -9,10 +9,10 @@ from embodied.run.parallel import bottleneck
 
 ROLES = ("env", "actor", "replay", "transfer", "learner")
 QUICK_ROLES = ("replay",)
-LINES = 3  # That must name the role, one after the other.
+LINES = 3  # Successive lines that must name the role.
 WAIT = 45.0  # Seconds until all roles have reported, and then for the lines.
 
-# Until all of them are there, the line has not heard of every role.
+# Metrics of all roles, which the line needs to compare them.
 SHARES = {
     bottleneck.LEARNER_WAITS,
     bottleneck.STREAM_WAITS,
@@ -96,5 +96,5 @@ def test_the_slow_role_is_named(tmp_path, role):
 
 
 def named(program):
-    """The roles that the lines until now name."""
+    """Returns the roles that the lines printed so far name."""
     return re.findall(r"^Step .* Bottleneck: (\w+): ", program.output(), re.MULTILINE)

@@ -11,7 +11,7 @@ from embodied.run.parallel import parallel_agent, parallel_logger, parallel_repl
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    """Replay and logger, with nobody else who uses them."""
+    """Roles with a replay and a logger, which only the test uses."""
     with Roles(tmp_path_factory.mktemp("stores"), "--run.train_ratio", "0") as roles:
         parts = roles.parts
         roles.start(parallel_logger, parts.make_logger)
@@ -26,7 +26,7 @@ def stores(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def actor(tmp_path_factory):
-    """An actor with all that it needs, for workers of the test."""
+    """Roles with an actor and all that it needs; the test plays the workers."""
     with Roles(tmp_path_factory.mktemp("actor")) as roles:
         parts = roles.parts
         roles.start(parallel_logger, parts.make_logger)
@@ -78,7 +78,7 @@ class TestReplay:
         assert batch["is_first"][:, 0].all()
         assert "envid" not in batch and "is_eval" not in batch
         assert client.sample_batch_report().result(WAIT)["where"].shape[1] == 4 + 1
-        # What is refreshed is what later batches have.
+        # Later batches have the refreshed latents.
         steps = len(batch["stepid"][0])
         fresh = np.full((4, steps, 2), -5, np.float32)
         client.update({"stepid": batch["stepid"], "dyn/deter": fresh}).result(WAIT)
@@ -140,9 +140,8 @@ class TestLogger:
         names = ("mine/value", "episode/score", "eval_episode/score")
 
         def written():
-            client.add({"mine/value": 3.5}).result(
-                WAIT
-            )  # Which writes when it is time.
+            # Such a call writes the metrics when a write is due.
+            client.add({"mine/value": 3.5}).result(WAIT)
             return all(name in metrics(logdir) for name in names)
 
         wait_until(written)
@@ -184,7 +183,7 @@ class TestActor:
         for index in range(12):
             where = np.array([20, 0, index], np.int32)
             client.act(observation(20, where=where)).result(WAIT)
-        # An evaluation's transition tells the step, and does not count.
+        # A transition of evaluation returns the step without counting as one.
         wait_until(
             lambda: logger.tran(message(70, is_eval=True)).result(WAIT) == step + 12
         )

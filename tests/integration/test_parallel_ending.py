@@ -8,6 +8,7 @@ import pytest
 from parallel_testing import LEAN, Program, Saved, metrics, small, wait_until
 
 from dreamerv3.main import main
+from embodied.workers.child import STOP
 
 # The command line with an agent, or an environment, of the test.
 SCRIPT = """
@@ -33,6 +34,17 @@ class Hanging(CountingAgent):
         return super().save()
 
 scripts.make_agent = lambda config, spaces: Hanging()
+"""
+
+SLOW_TO_SAVE = """
+import time
+
+class SlowToSave(CountingAgent):
+    def save(self):
+        time.sleep(1)
+        return super().save()
+
+scripts.make_agent = lambda config, spaces: SlowToSave()
 """
 
 FAILING = """
@@ -130,6 +142,22 @@ def test_one_signal_saves_and_ends_well(tmp_path, number, own_process):
     assert metrics(tmp_path)["step"][-1] >= saved.step
 
 
+def test_a_signal_to_every_process_saves_and_ends_well(tmp_path):
+    script = write_script(tmp_path, SLOW_TO_SAVE)
+    argv = small(tmp_path, *LEAN, "--run.agent_process", "True", steps=10**9)
+    with Program(*argv, script=script) as program:
+        program.wait_for_step(tmp_path, 100)
+        roles = program.roles()
+        assert roles.keys() > {"agent", "replay", "logger"}
+        for role in roles.values():  # As a host that shuts down does.
+            role.terminate()
+        program.terminate()
+        assert program.wait() == 0, program.output()
+        shown = program.output()
+    assert "WARNING" not in shown and "Traceback" not in shown
+    assert Saved(tmp_path).step >= 100
+
+
 def test_the_second_interrupt_ends_it_at_once(tmp_path):
     script = write_script(tmp_path, HANGING)
     argv = small(tmp_path, *LEAN, steps=10**9)
@@ -144,7 +172,7 @@ def test_the_second_interrupt_ends_it_at_once(tmp_path):
         assert program.wait() == 130, program.output()
         assert time.monotonic() - begin < 8
         assert not [child for child in children if child.is_running()]
-        assert "left at once, without saving" in program.output()
+        assert "interrupted, without saving" in program.output()
     assert Saved(tmp_path).step == 0
 
 
@@ -236,7 +264,7 @@ def test_env_workers_wait_for_an_agent_that_comes_back(tmp_path, method):
         assert program.wait() == 0, program.output()
         shown = program.output()
     assert shown.count("Role agent is restarted: failed with OSError") == 1
-    # Those that asked just then were told of the error.
+    # Workers that waited for the policy may have received its error.
     assert "Role env-" not in shown or method == "policy"
     assert Saved(logdir).step >= 600
 
@@ -261,13 +289,13 @@ def test_a_task_that_does_not_exist_is_refused(tmp_path, capfd):
 )
 def test_a_role_that_somebody_ends_comes_back(tmp_path, role):
     def count():
-        # None are left where the logger went back to its first checkpoint.
+        # No lines are left if the logger went back to its first checkpoint.
         return len(metrics(tmp_path).get("step", ()))
 
     with Program(*small(tmp_path, *LEAN, steps=10**9)) as program:
         program.wait_for_step(tmp_path, 100)
         first = program.roles()[role]
-        first.terminate()
+        first.send_signal(STOP)
         program.wait_for(f"Role {role} is restarted: it ended.")
         wait_until(lambda: program.roles().get(role, first) != first, program=program)
         lines = count()

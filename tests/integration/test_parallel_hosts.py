@@ -1,4 +1,4 @@
-"""Two hosts, as network namespaces with a cable between them, and keys."""
+"""Runs on two hosts with keys; the hosts are network namespaces with a cable."""
 
 import contextlib
 import itertools
@@ -15,7 +15,7 @@ from embodied.rpc import Keys
 
 NUMBERS = itertools.count()
 PARTITION_SECONDS = 35.0  # More than any timeout of a connection.
-# Environments whose every step can be told from all others.
+# Environments in which every step is unique.
 NUMBERED = ["--task", "benchmarks.chaos.numbered_env:Numbered", "--run.eval_envs", "0"]
 
 
@@ -41,15 +41,15 @@ class Hosts:
         return self
 
     def __exit__(self, *error):
-        for name in self._names.values():  # The cable goes with its ends.
+        for name in self._names.values():  # This removes the cable, too.
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def prefix(self, host):
-        """What to put before a command to run it on a host."""
+        """Returns the words before a command that run it on a host."""
         return ["ip", "netns", "exec", self._names[host]]
 
     def pull_cable(self, seconds):
-        """Lets nothing through for a while."""
+        """Cuts the connection between the hosts for some seconds."""
         near = ("-n", self._names["train"], "link", "set", self._cable[0])
         ip(*near, "down")
         time.sleep(seconds)
@@ -139,7 +139,7 @@ def test_a_host_that_was_out_of_reach_comes_back(hosts, tmp_path, monkeypatch):
     with pair[0] as train, pair[1] as env:
         train.wait_for_envs(logdir, 2)
         hosts.pull_cable(PARTITION_SECONDS)
-        assert "Nothing is heard of envs 0 to 1 since " in train.output()
+        assert "No contact with envs 0 to 1 since " in train.output()
         train.wait_for("Back after ")
         step = last_step(logdir)
         wait_until(lambda: last_step(logdir) > step + 200, program=train)

@@ -1,4 +1,4 @@
-"""A run leaves soon although a role is not there, or does not answer."""
+"""A run ends soon although a role is missing or does not answer."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ SOON = 15.0  # Seconds; supervised roles get ten of them to end.
 
 
 def is_saving(logdir):
-    """Whether the agent's part of a save is there that is not committed."""
+    """Whether the agent has written its part of a save that is not committed."""
     newest = Saved(logdir).tag
     return any(path.stem > newest for path in (logdir / "ckpt/agent").iterdir())
 
@@ -34,7 +34,7 @@ class TestRoleThatDoesNotAnswer:
             assert program.running
             program.interrupt()
             assert program.wait(SOON) == 130, program.output()
-            assert "left at once, without saving" in program.output()
+            assert "interrupted, without saving" in program.output()
             assert "Traceback" not in program.output()
             assert not [child for child in children if child.is_running()]
         assert Saved(tmp_path).step == 0
@@ -114,7 +114,7 @@ class TestRoleThatIsNotThere:
 
 
 def leave(program, text):
-    """Interrupts a program that waits, which ends it well, and soon."""
+    """Interrupts a program that waits; checks that it ends soon and without error."""
     program.wait_for(text)
     children = program.children()
     program.interrupt()

@@ -93,7 +93,7 @@ def metrics_folder(logdir, index):
 
 
 def kill_one(logdir, programs, victim, seconds=WAIT):
-    """Kills a replica when both train; returns the other one, after its end."""
+    """Kills a replica once both train; returns the other after it has ended."""
     for index, program in enumerate(programs):
         folder = metrics_folder(logdir, index)
         program.wait_for_metrics(
@@ -140,7 +140,7 @@ def test_a_replica_in_a_collective_operation_ends_when_the_other_is_gone(
 
 @pytest.mark.slow
 def test_a_replica_that_fails_says_why_and_the_other_is_to_start_again(tmp_path):
-    # The default time, which passes only for replicas that say nothing.
+    # With the default timeout, which applies only to replicas that are silent.
     with started(tmp_path, "--run.restarts.replay", 0) as programs:
         for index, program in enumerate(programs):
             program.wait_for_step(metrics_folder(tmp_path, index), 1)
@@ -170,7 +170,7 @@ def replicas():
 
 @contextlib.contextmanager
 def watched(port, index, count=COUNT, silence=30.0):
-    """Watches the others as a replica; yields the watch and an event for a loss."""
+    """Watches the other replicas; yields the watch and an event that a loss sets."""
     lost = threading.Event()
     with rpc.Client(f"localhost:{port}", f"watch-{index}") as client:
         with ReplicaWatch(index, count, client, silence, lost.set) as watch:

@@ -8,7 +8,7 @@ import pytest
 from parallel_testing import Program, Saved, metrics, read_lines, small
 from tiny_testing import EVAL_SCORE, LENGTH, TRAIN_SCORE, Parts
 
-# As users write it: no guard, and nothing imported of the parallel package.
+# As users write it: no `__main__` guard, and no import of the parallel package.
 SCRIPT = """
 import sys
 import embodied
@@ -108,21 +108,23 @@ class TestFirstRun:
 
     def test_the_ratio_holds(self, finished):
         limiter = Saved(finished[0])["limiter"]
-        # Of 8 trained steps a step, and batches of 4 times 8; as the limiter has it.
+        # 8 trained steps per step, in sequences of 8, make one sample per insert. The
+        # limiter tolerates 4 batches of 4 samples.
         assert abs(limiter["samples"] - limiter["inserts"]) <= 4 * 4 + 3
 
 
 def check_consistency(logdir):
-    """The counts of one checkpoint, which must fit together."""
+    """Checks that the counts of the newest checkpoint agree; returns it."""
     saved = Saved(logdir)
     limiter, updates = saved["limiter"], saved["agent"]["updates"]
     assert limiter["samples"] == 4 * updates, "what was drawn is what was trained on"
     assert saved["logger"]["step"] == saved.step
-    # A few batches of the actor may be on their way to one of the two.
+    # Batches of the actor may be on their way to the replay or the logger, and a busy
+    # machine tells these two of a save some milliseconds apart.
     inserts = saved["replay"]["counters"]["inserts"]
-    assert abs(inserts - saved.step) <= 12
-    # Sequences of 9 steps, of which 4 · 8 are needed for training to begin; of both
-    # envs, or of one if the other starts late.
+    assert abs(inserts - saved.step) <= 60
+    # Training begins with 4 · 8 sequences of 9 steps, from both envs or from one if
+    # the other starts late.
     assert 4 * 8 + 8 <= inserts - limiter["inserts"] <= 4 * 8 + 2 * 8 + 2
     return saved
 
@@ -144,7 +146,7 @@ def test_the_same_logdir_continues(finished, script, tmp_path):
     assert found["step"][first_lines] < before.step + 200
     assert saved["agent"]["updates"] > before["agent"]["updates"]
     assert min(found["train/updates"]) < before["agent"]["updates"]
-    # No sequence of the replay spans the restart, nor an env's restart.
+    # No sequence of the replay spans a restart of the run or of an env.
     parts = Parts(small(logdir))
     replay = parts.make_replay()
     replay.load(saved["replay"])

@@ -15,7 +15,7 @@ def test_on_a_terminal_one_line_is_kept_up_to_date(tmp_path):
     argv = small(tmp_path / "run", *FLAGS, steps=1500)
     command = [sys.executable, "-m", "dreamerv3.main", *argv]
     text = run_on_terminal(command, columns=200, PYTHONPATH=import_path())
-    drawn = [line for line in drawn_lines(text) if " step " in line[:20]]
+    drawn = [line for line in drawn_lines(text) if "/1,500 (" in line]
     assert max(map(len, drawn)) <= WIDEST, drawn
     assert re.search(r"^━+╸?╺?━* step [\d,]+/1,500 \(\d+%\)", drawn[0])
     assert re.search(r"\| [\d.e+]+ steps/s \| \d:\d\d:\d\d left \|", drawn[-1]), drawn

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from parallel_testing import Program, Saved, metrics, shared_addresses, small
 
-# Roles that share an agent, as threads of whatever kind; the others are processes.
+# Actor and learner share an agent, as threads of any kind; others are processes.
 SCRIPT = """
 import sys, threading
 import portal
@@ -63,7 +63,7 @@ def test_threads_of_a_program(finished):
     saved = Saved(logdir)
     assert saved.step >= 1000
     assert f"updates {saved['agent']['updates']}\n" in shown
-    # Nobody waits for the eval environment, which may have just begun.
+    # The run does not wait for the eval env, which may not have ended an episode.
     assert set(metrics(logdir).get("eval_episode/score", [])) <= {15.0}
     assert set(metrics(logdir)["episode/score"]) == {5.0}
 

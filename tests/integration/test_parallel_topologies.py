@@ -57,7 +57,7 @@ def check_run(logdir, steps=300):
     ids=["envs_per_worker", "agent_process", "portal"],
 )
 def test_one_command_runs(tmp_path, flags, roles):
-    # Long enough to be logged, and no longer than portal can bear.
+    # Enough steps to be logged; portal cannot cope with as many as the others.
     steps = 100 if "portal" in flags else 1000
     with Program(*small(tmp_path, *flags, steps=steps)) as program:
         seen = set()
@@ -83,7 +83,7 @@ def test_portal_continues_a_run(tmp_path):
 
 @dataclasses.dataclass
 class Joined:
-    """A run, and its host with two environments; more hosts can try to join."""
+    """A run and a host with two of its environments; more hosts can try to join."""
 
     folder: pathlib.Path
     addresses: list[str]
@@ -104,7 +104,7 @@ class Joined:
         return small(folder, *self.addresses, *envs, script="parallel_envs")
 
     def check_goes_on(self):
-        """Both have not noticed anything of those that were refused."""
+        """Checks that run and host continue, unaffected by refused hosts."""
         step = last_step(self.logdir)
         wait_until(lambda: last_step(self.logdir) > step, program=self.trainer)
         for program in (self.trainer, self.host):
@@ -175,25 +175,28 @@ def test_every_role_as_a_command_of_its_own(tmp_path, addresses):
     def command(script, *flags):
         return small(logdir, *addresses, *flags, script=script)
 
-    # Whoever starts first waits for those that come later, and says for whom.
+    # A role that starts early waits for the others, and logs for which.
     lonely = command("parallel_env", "--replica", "2")
     with started(lonely, script=HASTY) as (env,):
         env.wait_for("env-2 waits for the actor at ")
         with started(command("parallel_agent"), script=HASTY) as (agent,):
             agent.wait_for("The learner waits for the replay at ")
-            with started(
-                command("parallel_replay"),
-                command("parallel_logger"),
-                command("parallel_envs", "--run.eval_envs", "0"),
-            ) as (replay, logger, envs):
-                for program in (agent, env, envs):
-                    assert program.wait() == 0, program.output()
-                for program in (replay, logger):
-                    assert program.running, program.output()
-                    program.terminate()
-                    assert program.wait() == 0, program.output()
-                for program in (agent, env, envs, replay, logger):
-                    assert "Traceback" not in program.output()
+            with started(command("parallel_replay"), command("parallel_logger")) as (
+                replay,
+                logger,
+            ):
+                # Before others come and may reach the last step without it.
+                agent.wait_for_envs(logdir, 1)
+                hosts = command("parallel_envs", "--run.eval_envs", "0")
+                with started(hosts) as (envs,):
+                    for program in (agent, env, envs):
+                        assert program.wait() == 0, program.output()
+                    for program in (replay, logger):
+                        assert program.running, program.output()
+                        program.terminate()
+                        assert program.wait() == 0, program.output()
+                    for program in (agent, env, envs, replay, logger):
+                        assert "Traceback" not in program.output()
     check_run(logdir)
 
 

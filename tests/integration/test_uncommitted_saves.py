@@ -19,7 +19,7 @@ from embodied.run.parallel.conductor import unpack_reply
 def roles(tmp_path):
     with Roles(tmp_path, "--run.train_ratio", "0") as roles:
         roles.start(parallel_logger, roles.parts.make_logger)
-        # It removes what it has left itself before it answers.
+        # The logger removes leftovers of its own before it answers.
         roles.client("logger")
         yield roles
 
@@ -31,7 +31,7 @@ def start_replay(roles):
 
 
 def save(checkpoint, client, number):
-    """Has the replay save, as a conductor does; returns tag and records."""
+    """Makes the replay save, as a conductor does; returns tag and records."""
     batch = client.sample_batch_train(number).result(WAIT)
     stepids = batch["stepid"]
     latents = np.full((*stepids.shape[:2], 2), number, np.float32)
@@ -48,7 +48,7 @@ def test_a_save_whose_conductor_has_died_leaves_no_files(roles):
         client.add_batch(batch).result(WAIT)
     for number in range(6):
         tag, records = save(checkpoint, client, number)
-        if number % 3 != 1:  # In between, the agent is killed before the commit.
+        if number % 3 != 1:  # Else as if the agent was killed before the commit.
             checkpoint.commit(tag, records)
     kinds = {path.suffix for path in (logdir / "replay").iterdir()}
     assert kinds == {".steps", ".latents"}

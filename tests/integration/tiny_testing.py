@@ -15,7 +15,7 @@ TRAIN_SCORE, EVAL_SCORE = 1.0 * LENGTH, 3.0 * LENGTH
 
 
 class Task(embodied.Env):
-    """Episodes of a fixed length; the observations tell env, episode and position."""
+    """Episodes of a fixed length; `where` holds env, episode and position."""
 
     def __init__(self, index=0, reward=1.0):
         self._index = index
@@ -86,7 +86,7 @@ class CountingAgent(embodied.RandomAgent):
 
 
 class Parts:
-    """The factories of a run, and its arguments, from those of the command line."""
+    """The factories and the settings of a run, made from command-line arguments."""
 
     def __init__(self, argv):
         self.config = load_config(argv)
@@ -102,7 +102,7 @@ class Parts:
         self.make_logger = functools.partial(make_logger, self.config)
 
     def seven(self):
-        """What `combined` takes before the arguments."""
+        """Returns the seven factories that `combined` takes before the settings."""
         return (
             self.make_agent,
             self.make_replay,

@@ -1,4 +1,4 @@
-"""A small task, an agent that keeps notes, and what the loops need to run them."""
+"""A small task, an agent that records its calls, and factories for the loops."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DEFAULTS = {
     "consec_train": 1,
     "consec_report": 1,
     "replay_context": 1,
-    # Of the parallel program, which the others do not read.
+    # Read by the parallel program only.
     "episode_timeout": 180.0,
     "actor_addr": "localhost:{auto}",
     "replay_addr": "localhost:{auto}",
@@ -63,7 +63,7 @@ def make_args(logdir, **changes):
 
 
 class Task(embodied.Env):
-    """Episodes of a fixed length; the observations tell env, episode and position."""
+    """Episodes of a fixed length; `where` holds env, episode and position."""
 
     def __init__(self, index=0, reward=1.0, length=LENGTH):
         self._index = index
@@ -110,7 +110,7 @@ class Task(embodied.Env):
 
 
 class NotingAgent(embodied.RandomAgent):
-    """Acts at random, and notes what it is asked; counts its updates as state."""
+    """Random agent that records its calls; its state includes a count of updates."""
 
     def __init__(self, seed=0):
         env = Task()
@@ -150,7 +150,7 @@ class NotingAgent(embodied.RandomAgent):
 
 
 class Notes:
-    """Has what loops need of a logger, and keeps what it gets."""
+    """Logger with the methods that loops use, which keeps all metrics in memory."""
 
     def __init__(self):
         self.step = elements.Counter()
@@ -209,7 +209,7 @@ def make_stream(args, replay, mode):
 
 
 class Parts:
-    """The factories of a run, which keep what they have made last."""
+    """The factories of a run; attributes hold the objects that they made last."""
 
     def __init__(self, logdir, **changes):
         self.args = make_args(logdir, **changes)
@@ -217,7 +217,7 @@ class Parts:
         self.replay = None
         self.replay_eval = None
         self.logger = None
-        self.envs = []  # Ids, and whether they are for evaluation.
+        self.envs = []  # (index, is_eval) of all environments.
         self.task = Task
 
     def make_agent(self):
@@ -277,7 +277,7 @@ class Parts:
 
 
 def saved_steps(logdir):
-    """The steps of all checkpoints, from the oldest on."""
+    """Returns the steps of all checkpoints, the oldest first."""
     folder = logdir / "ckpt" / "manifests"
     files = sorted(folder.glob("*.json"))
     return [json.loads(file.read_text())["content"]["meta"]["step"] for file in files]
@@ -289,7 +289,7 @@ def newest_step(logdir):
 
 
 def contents(replay):
-    """All steps that sequences begin with, as (env, episode, position)."""
+    """Returns the first steps of all sequences, as (env, episode, position)."""
     if not len(replay):
         return set()
     batch = replay.sample(60 * len(replay), "report")
@@ -299,8 +299,9 @@ def contents(replay):
 def main(logdir, *changes):
     """Trains as a program of its own, for tests that send it signals.
 
-    Beside those of the run, `changes` are `say_every`, the steps between lines about
-    where it is, and `hang_at`, the step of the first env at which it hangs.
+    Besides settings of the run, `changes` can hold `say_every`, the steps between
+    printed lines about progress, and `hang_at`, the step of the run at which the
+    policy hangs.
     """
     changes = dict(json.loads(change) for change in changes)
     say_every, hang_at = changes.pop("say_every", 0), changes.pop("hang_at", 0)
@@ -323,7 +324,7 @@ def main(logdir, *changes):
             return super().policy(carry, obs, mode)
 
     parts.make_agent = SayingAgent
-    parts.make_env = Task  # Which can be sent to a process of its own.
+    parts.make_env = Task  # Can be sent to the processes of envs.
     parts.make_logger = lambda: logger
     result = parts.train()
     print(f"ended at step {result.step}", flush=True)

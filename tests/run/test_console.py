@@ -1,4 +1,4 @@
-"""Messages to people come once, whatever libraries do to the root logger."""
+"""Messages are printed once, whatever libraries do to the root logger."""
 
 import io
 import logging

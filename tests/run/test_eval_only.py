@@ -17,7 +17,7 @@ from embodied.logger import output
 from embodied.run import Evaluation, viewer
 from embodied.run.eval_only import write_result
 
-evaluation = sys.modules["embodied.run.eval_only"]  # Its function has the same name.
+evaluation = sys.modules["embodied.run.eval_only"]  # The function hides the module.
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_a_checkpoint_without_agent_is_refused(trained, tmp_path):
 class TestEvaluation:
     def test_confidence_interval(self):
         result = Evaluation(7, (1.0, 2.0, 3.0, 4.0), (5, 5, 5, 5), wanted=4)
-        # Standard deviation 1.29099, by the root of 4, times 3.1824.
+        # Standard deviation 1.29099 / √4, times Student's t of 3.1824.
         assert result.margin == pytest.approx(2.0542, rel=2e-3)
         assert result.interval == pytest.approx((0.4458, 4.5542), abs=5e-3)
         text = "4 episodes of the agent of step 7: mean score 2.5 "

@@ -1,4 +1,4 @@
-"""Batches that an agent reads ahead: when they are sampled, and that nobody waits."""
+"""Batches that an agent reads ahead: when they are sampled, and no thread hangs."""
 
 import itertools
 import threading
@@ -71,7 +71,7 @@ class TestFeed:
 
 
 class Ahead(NotingAgent):
-    """Reads ahead in a thread, as agents do that move batches to a device."""
+    """Reads ahead in a thread, like agents that move batches to a device."""
 
     amount = 1
 
@@ -117,7 +117,7 @@ class TestReadingAhead:
 
 
 class Late(NotingAgent):
-    """Returns the results of an update with the next one, and the last by `flush`."""
+    """Returns results one update late; `flush` returns those of the last update."""
 
     def __init__(self):
         super().__init__()

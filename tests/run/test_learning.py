@@ -1,4 +1,4 @@
-"""Learning on a CPU, with the named configurations, in a process of their own."""
+"""Learning on a CPU with the named configurations, each run in its own process."""
 
 import json
 import math
@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-CORES, MINUTES = 2, 5  # What learning may take; compilation is part of it.
+CORES, MINUTES = 2, 5  # Budget of a run, compilation included.
 
 
 def run(logdir, *argv):
-    """Runs the program, and returns all scores and the processor's seconds."""
+    """Runs the program; returns all scores and the seconds of CPU time."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start(logdir, *argv)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -36,7 +36,7 @@ def mean(scores):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)  # On a machine that has other work to do.
+@pytest.mark.timeout(3000)  # Seconds; allows for a busy machine.
 @pytest.mark.parametrize("script", ["train", "parallel"])
 @pytest.mark.parametrize(
     ("name", "random", "learned", "recent"),
@@ -59,7 +59,7 @@ def test_a_small_agent_learns_in_minutes(
 def test_all_programs_give_an_agent_the_same_score(tmp_path):
     flags = ["--configs", "grid", "--logger.outputs", "jsonl"]
     start(tmp_path / "trained", *flags, "--run.steps", "5e3")
-    # From here on it does not change any more.
+    # The agent does not change from here on: its learning rate is negligible.
     flags += ["--run.from_checkpoint", str(tmp_path / "trained" / "ckpt")]
     flags += [
         "--agent.opt.lr",

@@ -30,7 +30,7 @@ def events(logdir):
 
 
 def people(logdir):
-    """Kinds and texts, without those that are not for people."""
+    """Returns kind and text of the events for people, which steps are not."""
     found = [event for event in events(logdir) if event["kind"] != live.STEP]
     return [(event["kind"], event["text"]) for event in found]
 
@@ -68,7 +68,7 @@ def test_a_folder_that_is_gone_does_not_harm_the_run(tmp_path):
     with record_events(folder), LiveFile(folder, lambda: {"step": 1}, every=0.01):
         while not (folder / LIVE).exists():
             pass
-        for _ in range(100):  # The thread may just be writing.
+        for _ in range(100):  # The thread may write meanwhile.
             subprocess.run(["rm", "-rf", str(folder)], check=False)
             if not folder.exists():
                 break
@@ -185,7 +185,7 @@ def test_rates_are_of_the_last_seconds():
         now[0] = second
         last = rate(100)
     assert last == 0
-    assert rate(0) == 0  # Back to a checkpoint.
+    assert rate(0) == 0  # A count that fell: the run went back to a checkpoint.
 
 
 def test_threads_can_note_events(tmp_path):

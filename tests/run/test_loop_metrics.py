@@ -1,4 +1,4 @@
-"""What loops measure of themselves."""
+"""Metrics of the loops: means over updates, rates, and shares of time."""
 
 import numpy as np
 import pytest

@@ -18,12 +18,12 @@ from run_testing import (
     saved_steps,
 )
 
-from embodied.checkpoint import Checkpoint, CheckpointError, store
+from embodied.checkpoint import Checkpoint, CheckpointError, reading
 from embodied.run.saving import RunCheckpoint, read_agent
 
 
 def unlisted(logdir):
-    """Files of parts and replays that no manifest knows."""
+    """Returns the files of parts and replays that no manifest lists."""
     manifests = (logdir / "ckpt" / "manifests").glob("*.json")
     contents = [json.loads(path.read_text())["content"] for path in manifests]
     listed = {record["path"] for content in contents for record in content["files"]}
@@ -170,7 +170,7 @@ class TestSave:
         Parts(tmp_path, steps=30).train()
 
         def written():
-            shown = ("live.json", "events.jsonl")  # How the run is, not what it has.
+            shown = ("live.json", "events.jsonl")  # Live status, not saved state.
             paths = [path for path in tmp_path.rglob("*") if path.name not in shown]
             return {path: path.stat().st_mtime_ns for path in paths}
 
@@ -231,7 +231,7 @@ class TestFullDisk:
         disk["folder"] = folder
 
         class Watching(NotingAgent):
-            """Sees the disk full from update 3 on, and free from update 6 on."""
+            """Fills the disk after 3 updates, and frees it after 6."""
 
             def train(self, carry, batch):
                 disk["full"] = 3 <= self.updates < 6
@@ -324,14 +324,14 @@ class TestFromCheckpoint:
 
     def test_the_source_may_go_on(self, tmp_path, monkeypatch):
         Parts(tmp_path / "source", steps=20, keep=1).train()
-        find_damage = store.find_damage
+        find_damage = reading.find_damage
 
         def go_on(*args, **kwargs):
-            monkeypatch.setattr(store, "find_damage", find_damage)
+            monkeypatch.setattr(reading, "find_damage", find_damage)
             Parts(tmp_path / "source", steps=60, keep=1).train()
             return find_damage(*args, **kwargs)
 
-        monkeypatch.setattr(store, "find_damage", go_on)
+        monkeypatch.setattr(reading, "find_damage", go_on)
         assert read_agent(tmp_path / "source").step == 60
 
     @pytest.mark.parametrize("folder", ["", "nowhere"])
@@ -350,7 +350,7 @@ def test_parts_are_saved_under_one_step(tmp_path):
     replay, agent = make_replay(args), NotingAgent()
 
     class Counter:
-        """An own counter will do, if it can be read and loaded."""
+        """The least that a counter needs: it can be read as an int, and loaded."""
 
         value = 5
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import random
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,18 +21,27 @@ import numpy as np
 import pytest
 from run_testing import LENGTH, Parts, main, newest_step
 
+from embodied.run import console
 from embodied.run.console import stop_on_signals
+from embodied.workers import Process
 
 
 def start(logdir, **changes):
     command = [sys.executable, __file__, str(logdir)]
     command += [json.dumps(change) for change in changes.items()]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # Unbuffered, so that `select` sees every line that was not read yet.
+    return subprocess.Popen(
+        command, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def wait_for_line(process, seconds=60):
-    assert select.select([process.stdout], [], [], seconds)[0], "no line in time"
-    return process.stdout.readline().decode()
+    """Returns the next line that the script itself prints."""
+    while True:
+        assert select.select([process.stdout], [], [], seconds)[0], "no line in time"
+        line = process.stdout.readline().decode()
+        if not line.startswith(("Saved step", "Continuing at step")):
+            return line
 
 
 def read_steps(logdir):
@@ -73,7 +84,7 @@ def test_killed_at_any_moment_it_continues_from_the_last_save(tmp_path, rounds):
     moments = random.Random(rounds)
     saved, progress = 0, 0
     for index in range(rounds):
-        early = index % 3 == 1  # While it starts, and restores what was saved.
+        early = index % 3 == 1  # Killed while it starts and restores.
         with start(tmp_path, steps=1e10, save_every=0.05, say_every=60) as process:
             try:
                 if not early:
@@ -127,6 +138,65 @@ class TestStopOnSignals:
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.wait(10)
             assert capfd.readouterr().out == "\nsaving\n"
+
+    def test_one_that_comes_just_before_a_wait_is_not_lost(self, monkeypatch):
+        # A timer's signal is precise enough to come between the moment in which the
+        # interpreter looks for signals and the wait; a busy thread makes that longer.
+        monkeypatch.setitem(console._USUAL, signal.SIGALRM, signal.SIG_DFL)
+        ended, stopped = threading.Event(), queue.SimpleQueue()
+        moments = random.Random(0)
+
+        def be_busy():
+            while not ended.is_set():
+                pass
+
+        def tell(stop):
+            if stop.wait(60):
+                stopped.put(None)
+
+        threads = [threading.Thread(target=be_busy)]
+        threads[0].start()
+        try:
+            for _ in range(50):
+                with stop_on_signals() as stop:
+                    threads.append(threading.Thread(target=tell, args=[stop]))
+                    threads[-1].start()
+                    signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 6e-5))
+                    stopped.get(timeout=20)
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+
+    @pytest.mark.parametrize("shielded", [False, True])
+    def test_a_shielded_process_heeds_its_parent_alone(self, shielded):
+        def work(fd):
+            from embodied.run.console import stop_on_signals
+
+            with stop_on_signals() as stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.write(fd, b"heeded" if stop.wait(0.2) else b"ignored")
+                stop.wait()
+
+        reads, writes = os.pipe()
+        process = Process(work, writes, fds=[writes], shielded=shielded, start=True)
+        with process:
+            assert os.read(reads, 10) == (b"ignored" if shielded else b"heeded")
+            process.terminate()
+            assert process.join(60)
+            # The second signal that counts ends it.
+            assert process.exitcode == (0 if shielded else -signal.SIGTERM)
+        os.close(reads)
+        os.close(writes)
+
+    def test_inside_another_the_second_reaches_the_outer_one(self):
+        with stop_on_signals() as outer:
+            with stop_on_signals() as inner:
+                os.kill(os.getpid(), signal.SIGINT)
+                assert inner.wait(10)
+                assert not outer.is_set()
+                os.kill(os.getpid(), signal.SIGINT)
+                assert outer.wait(10)
 
     def test_handlers_are_as_before_at_the_end(self):
         before = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]

@@ -11,7 +11,7 @@ from dreamerv3.cli.config import load_config, make_args
 from embodied.run.settings import RunSettings
 
 ARGS = make_args(load_config(["--logdir", "logdir"], {}))
-# Keys of ours, which users of earlier programs do not know.
+# Keys that programs written for earlier versions do not have.
 OURS = {
     *("errfile", "ipv6", "clock_addr", "clock_port", "from_checkpoint_regex"),
     *("transport", "link", "insecure", "keyfile", "envs_per_worker", "env_offset"),

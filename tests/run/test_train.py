@@ -264,7 +264,7 @@ class TestLogging:
     def test_means_cover_all_updates_since_the_last_write(self, tmp_path):
         parts = Parts(tmp_path, steps=60, log_every=-1.0, train_ratio=24.0)
         result = parts.train()
-        # One update when the replay is filled, then one a step, in pairs.
+        # One update when the replay is filled, then two per turn: one per env step.
         assert parts.logger.values("train/updates")[:3] == [1, 2.5, 4.5]
         assert parts.logger.writes == 30, "every turn; there is nothing new at the end"
         assert result.updates == 1 + 60 - START
@@ -311,7 +311,7 @@ class TestReproducible:
         second = self.run(tmp_path / "2", save_every=0.5)
         assert len(first.agent.trained) > 15
         for one, other in zip(first.agent.trained, second.agent.trained, strict=True):
-            for key in one.keys() - {"stepid"}:  # Ids are unique in the world.
+            for key in one.keys() - {"stepid"}:  # Step ids are globally unique.
                 assert np.array_equal(one[key], other[key]), key
         assert self.metrics(first) == self.metrics(second)
         samples = [parts.replay.sample(500) for parts in (first, second)]

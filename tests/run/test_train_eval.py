@@ -59,7 +59,7 @@ def test_every_evaluation_begins_with_new_episodes(tmp_path):
     parts = Parts(tmp_path, steps=30, report_every=-1.0, eval_envs=1, eval_eps=1)
     parts.train_eval()
     assert set(parts.logger.values("eval_episode/length")) == {LENGTH}
-    # The first observation of each evaluation is one of a new episode.
+    # Each evaluation begins with a new episode, so no stored one is cut short.
     batch = parts.replay_eval.sample(500)
     for where, last in zip(batch["where"], batch["is_last"]):
         ends = np.flatnonzero(last[:-1])
@@ -71,7 +71,7 @@ def test_the_number_of_episodes_is_exact_and_not_in_favour_of_short_ones(
     tmp_path, envs, episodes
 ):
     class Uneven(Task):
-        """Of which later ones have episodes that are ten times as long."""
+        """Episodes are ten times as long in env 2, the first one for evaluation."""
 
         def __init__(self, index, reward=1.0):
             super().__init__(index, reward, length=10 if index == 2 else 1)
@@ -99,7 +99,7 @@ def test_it_continues_where_it_was(tmp_path):
 def test_a_run_without_evaluation_can_go_on_with_it_and_back(tmp_path, caplog):
     Parts(tmp_path, steps=20).train()
     Parts(tmp_path, steps=40, report_every=-1.0).train_eval()
-    assert "has no part 'replay_eval', which starts anew" in caplog.text
+    assert "has no part 'replay_eval'; it starts from its initial state" in caplog.text
     third = Parts(tmp_path, steps=60)
     assert third.train().steps == 20
 

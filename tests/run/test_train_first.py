@@ -1,4 +1,4 @@
-"""Many updates that are due for a few steps: they can be ended, and seen."""
+"""Many updates that are due at once: they can be ended, logged and saved midway."""
 
 import os
 import signal
@@ -10,11 +10,11 @@ from run_testing import START, NotingAgent, Parts, newest_step
 # Two steps after the start, 84 updates of 4 sequences of 6 are due.
 STEPS = START + 2
 MANY = {"steps": STEPS, "envs": 2, "train_ratio": 1000.0}
-ALWAYS = 1e-9  # An interval that has passed whenever somebody looks.
+ALWAYS = 1e-9  # Seconds; an interval that has passed at every check.
 
 
 def finish(logdir):
-    """Resumes the run; returns the agent, which has done what was due."""
+    """Resumes the run, which makes the updates still due; returns the agent."""
     parts = Parts(logdir, log_every=ALWAYS, **MANY)
     parts.train()
     assert parts.agent.policies == [], "there were enough steps"

@@ -1,4 +1,4 @@
-"""Figures that a process reports of its own use."""
+"""Figures that a process reports about its own usage of resources."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_accelerators_together_and_each(nvidia_smi, tmp_path):
     nvidia_smi(f"{FAKE}echo >> {tmp_path}/asked\n")
     usage = Usage(OFF | {"nvsmi": True, "gputil": True})
     result = wait_for(lambda: len(x := usage.result()) == 9 and x)
-    assert len((tmp_path / "asked").read_text()) == 1  # One question for both.
+    assert len((tmp_path / "asked").read_text()) == 1  # One query for both.
     assert result["nvsmi/compute_avg"] == 0.75
     assert result["nvsmi/compute_min"] == 0.5
     assert result["nvsmi/compute_max"] == 1.0

@@ -69,7 +69,7 @@ def is_ours(thread):
 
 @contextlib.contextmanager
 def launch(tmp_path, code, **options):
-    """Runs a script that may use `say` and the names of the supervisor."""
+    """Runs a script that can use `say` and the classes of the supervisor."""
     path = tmp_path / "script.py"
     head = """
         import os

@@ -46,10 +46,10 @@ TREE_SIZE = 5
 
 @pytest.fixture
 def launch(tmp_path):
-    """Starts a script in a session of its own; what is left of it ends with the test.
+    """Starts scripts in new sessions, and kills what is left of them after the test.
 
-    All its descendants carry a mark in their environment, also those that were
-    started at the moment of a kill.
+    All their descendants carry a mark in their environment, so that even those started
+    at the moment of a kill are found.
     """
     mark = uuid.uuid4().hex
     scripts = []

@@ -1,4 +1,4 @@
-"""Processes: what reaches the child, and what comes back of it.
+"""Processes: what reaches the child, and what it reports back.
 
 Functions for child processes are nested in their tests, so that they travel by value
 and the children do not import this module.
@@ -91,8 +91,8 @@ class TestResults:
 
         with Process(wait_forever()), Process(wait_forever()):
             with Process(work, line.fd, fds=[line.fd]):
-                # Its end of the pipe and its report, nothing of its siblings; and
-                # nothing that programs it starts would get without being asked.
+                # Only its end of the pipe and its report, nothing of its siblings; and
+                # no descriptor is inherited by programs that the child starts.
                 assert line.receive() == "2 []"
 
     def test_environment_variables_are_added(self, line, monkeypatch):

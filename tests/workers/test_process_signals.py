@@ -54,7 +54,7 @@ class TestStopping:
             line.send("go")
             assert process.join(WAIT)
             assert (process.exitcode, process.error) == (-signal.SIGTERM, None)
-            process.terminate()  # Its number may be another one's by now.
+            process.terminate()  # Sends no signal: the pid may be reused by now.
 
     @pytest.mark.parametrize("moment", ["finaliser", "callback"])
     def test_sigterm_is_not_lost_where_exceptions_are(self, line, capfd, moment):
@@ -148,6 +148,45 @@ class TestStopping:
             line.send("go")
             assert line.receive() == "cleaned"
             assert process.join(WAIT)
+
+    def test_a_shielded_one_is_stopped_by_its_parent_alone(self, line):
+        def work(fd):
+            import os
+            import signal
+            import subprocess
+            import sys
+
+            # Programs that it starts can be terminated by anyone.
+            command = [sys.executable, "-c", "import time; time.sleep(600)"]
+            program = subprocess.Popen(command)
+            program.terminate()
+            assert program.wait() == -signal.SIGTERM
+            try:
+                os.write(fd, b"ready\n")
+                os.read(fd, 1)
+                os.write(fd, b"still there\n")
+                os.read(fd, 1)
+            finally:
+                os.write(fd, b"cleaned\n")
+
+        process = Process(work, line.fd, fds=[line.fd], shielded=True, start=True)
+        assert line.receive() == "ready"
+        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGINT)
+        line.send("")
+        assert line.receive() == "still there"
+        assert process.kill(timeout=WAIT)
+        assert line.receive() == "cleaned"
+        assert (process.exitcode, process.error) == (-signal.SIGTERM, None)
+
+    @pytest.mark.parametrize("shielded", [False, True])
+    def test_it_can_be_stopped_before_it_handles_signals(self, shielded):
+        process = Process(wait_forever, shielded=shielded, start=True)
+        assert process.pid is not None
+        os.kill(process.pid, process._stop_signal)  # As the launcher tells the agent.
+        assert process.join(WAIT)
+        assert process.exitcode == -signal.SIGTERM
+        assert process.error is not None and "SIGTERM" in str(process.error)
 
     def test_an_own_handler_for_sigterm_is_respected(self, line):
         def work(fd):

@@ -86,7 +86,7 @@ class TestProgress:
         progress = Progress()
         process = Process(print, progress, start=True)
         assert process.join(WAIT)
-        assert f"descriptor {progress.fd}, where it is not" in str(process.error)
+        assert f"descriptor {progress.fd}, but did not find" in str(process.error)
         assert "fds=[progress.fd]" in str(process.error)
 
     def test_copies_in_one_process_share_the_memory(self):
@@ -128,6 +128,31 @@ class TestEnding:
             assert status_of(supervisor, "long").state == "running"
             assert status_of(supervisor, "short").restarts == 0
         assert status_of(supervisor, "long").state == "ended"
+
+    def test_the_first_success_can_end_the_run(self):
+        supervisor = Supervisor(grace=0.2, first_ends=True)
+        supervisor.add("short", "env", make(print), QUICK)
+        supervisor.add("long", "env", make(wait_forever()), QUICK)
+        supervisor.run()
+        assert [status.state for status in supervisor.status()] == ["ended", "ended"]
+
+    def test_after_the_first_success_others_have_time_to_end(self, line):
+        def work(fd):
+            import os
+
+            os.write(fd, b"ready\n")
+            os.read(fd, 1)  # SIGTERM would interrupt it.
+            os.write(fd, b"done\n")
+
+        supervisor = Supervisor(grace=WAIT, first_ends=True)
+        supervisor.add("slow", "env", make(work, line.fd, fds=[line.fd]), QUICK)
+        supervisor.add("quick", "env", make(print), QUICK)
+        with running(supervisor) as thread:
+            assert line.receive() == "ready"
+            wait_for(lambda: status_of(supervisor, "quick").state == "ended")
+            line.send("")
+            assert line.receive() == "done"
+            assert thread.join(WAIT)
 
     def test_success_is_restarted_if_the_policy_says_so(self):
         restarts = queue.SimpleQueue()
@@ -278,7 +303,7 @@ class TestMisuse:
     def test_it_says_what_to_do(self):
         supervisor = Supervisor(stall_timeout=10)
         supervisor.add("env-0", "env", make(print), QUICK)
-        with pytest.raises(ValueError, match="'env-0' is there twice"):
+        with pytest.raises(ValueError, match="got 'env-0' twice"):
             supervisor.add("env-0", "env", make(print), QUICK)
         with pytest.raises(ValueError, match="'env-1' needs a Progress"):
             supervisor.add(

@@ -170,7 +170,7 @@ class TestHangs:
             pid = read_pid(script, "child")
             os.kill(pid, signal.SIGSTOP)
             script.send_signal(signal.SIGSTOP)
-            # Time itself is the point: much more of it than the worker is allowed.
+            # Much longer than the worker may go without reporting progress.
             time.sleep(2.5)
             script.send_signal(signal.SIGCONT)
             time.sleep(0.2)
@@ -184,7 +184,7 @@ class TestStall:
         starting = Progress()
 
         def step_until_both_have():
-            # A busy machine may need longer for their start than a stall takes.
+            # On a busy machine, their start may take longer than the stall timeout.
             while not (stepping.stepped and waiting.stepped):
                 starting.step()
                 time.sleep(0.01)

@@ -55,14 +55,14 @@ class TestKills:
         started, killed = set(), set()
         with running(supervisor):
             for _ in range(rounds):
-                # At any moment, also while it still starts.
+                # At any moment, even while a worker is starting.
                 time.sleep(randomness.uniform(0, 0.3))
                 name = randomness.choice(sorted(progresses))
                 pid = status_of(supervisor, name).pid
                 if pid is not None:
                     started.add(pid)
                     killed.add(pid)
-                    # Not reaped by anybody while it lives, so the number is its own.
+                    # Nothing reaps the worker while it lives, so the pid is its own.
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 wait_for(
@@ -107,7 +107,7 @@ class TestKills:
                     read_pid(script, "child")
                 time.sleep(randomness.uniform(0, 0.1))
                 script.kill()
-                # The pipe ends when the last process that could write into it has.
+                # The pipe ends when the last process that can write to it has ended.
                 rest = script.stdout.read().split("\n")
                 pids = [int(text.split()[1]) for text in rest if text]
                 wait_for(lambda pids=pids: all(is_gone(pid) for pid in pids))

@@ -70,7 +70,7 @@ class TestRestarts:
         assert len(gaps) == 6
         for gap, delay in zip(gaps, [0.05, 0.1, 0.2, 0.2, 0.2, 0.2]):
             assert gap >= delay
-        assert gaps[-1] < 1.6  # What it would be without the limit.
+        assert gaps[-1] < 1.6  # The delay without the limit.
 
     def test_a_steady_run_resets_the_delay(self):
         starts = []
@@ -90,7 +90,7 @@ class TestRestarts:
             supervisor.run()
         gaps = [after - before for before, after in itertools.pairwise(starts)]
         assert gaps[-2] >= 0.8
-        assert gaps[-1] < 0.6 + 1.6  # What would follow without the steady run.
+        assert gaps[-1] < 0.6 + 1.6  # The delay without the steady run.
 
     def test_giving_up_names_the_role_with_the_traceback(self, line):
         def fail():

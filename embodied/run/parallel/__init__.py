@@ -1,6 +1,6 @@
-"""Parallel training: one role a module, and a launcher for all of them.
+"""Parallel training: one module per role, and a launcher for all roles.
 
-env -> actor -> replay -> learner, and everybody -> logger. Actor and learner are two
+env -> actor -> replay -> learner, and all roles -> logger. Actor and learner are two
 threads of the agent; the others are processes, on this machine or on others.
 """
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embodied.base import Agent, Array
-from embodied.clock import LocalClock
 from embodied.envs.keys import SIGNALS
 from embodied.replay import ReplayMemoryError
 from embodied.rpc import Disconnected, RemoteError, Unanswered
@@ -35,7 +34,7 @@ logger = logging.getLogger("embodied.run")
 
 
 class RunOver(RuntimeError):
-    """The answer to workers that ask for actions when there is nothing left to do."""
+    """Answer to workers that ask for actions after the end of the run."""
 
 
 class Transitions(NamedTuple):
@@ -44,11 +43,11 @@ class Transitions(NamedTuple):
     envid: np.ndarray
     is_eval: np.ndarray
     stored: dict[str, Array]  # Observations, actions and outputs.
-    is_first: np.ndarray  # As the env said it.
+    is_first: np.ndarray  # As the env sent it.
     logs: dict[str, Array]
 
     def take(self, rows: np.ndarray) -> Transitions:
-        """Returns the rows of a mask."""
+        """Returns the rows that a mask selects."""
         return Transitions(
             self.envid[rows],
             self.is_eval[rows],
@@ -61,16 +60,15 @@ class Transitions(NamedTuple):
 class Actor:
     """The actor without its server.
 
-    `act` may be called from several threads, each time with other envs; `publish` is
-    called from one.
+    `act` may be called from several threads, each with different envs; `publish` is
+    called from one, and `stats` from another.
 
     Args:
       agent: has the policy.
       replay: client of the replay: `add_batch`.
-      logger: client of the logger: `tran` and `add`.
+      logger: client of the logger: `tran`.
       envs: number of envs that are expected.
-      log_every: seconds between statistics.
-      server_stats: returns those of the server.
+      server_stats: returns the statistics of the server.
       on_fatal: called with an error that is not a worker's fault.
       progress: called after every batch.
     """
@@ -81,15 +79,14 @@ class Actor:
         replay: Any,
         logger: Any,
         envs: int,
-        log_every: float = 0.0,
         server_stats: Callable[[], dict[str, float]] = dict,
         on_fatal: Callable[[Exception], None] = lambda error: None,
         progress: Callable[[], None] = lambda: None,
     ):
-        self.over = False  # Once set, workers are sent away.
-        self.closing = False  # Once set, connections may be gone.
+        self.over = False  # Once set, calls of workers raise RunOver.
+        self.closing = False  # Once set, connections may be closed.
         self.asked = threading.Event()  # Set when the first worker asks for actions.
-        # Tells which envs are of workers that begin new episodes when they are told.
+        # Whether an env belongs to a worker that begins new episodes when told to.
         self.owns: Callable[[int], bool] = lambda envid: False
         self._agent = agent
         self._replay = replay
@@ -100,31 +97,31 @@ class Actor:
         self._server_stats = server_stats
         self._on_fatal = on_fatal
         self._progress = progress
-        self._stored = wiring.Results(self._not_stored)
-        self._published = 0  # Batches; with the next, for the thread that publishes.
+        self._stored = wiring.PendingCalls(self._not_stored)
+        self._published = 0  # Batches. Like `_broken`, owned by the publishing thread.
         self._broken: dict[int, int] = {}  # By env, the last batch before a new stream.
-        self._logged = wiring.Results(self._not_logged)
-        self._should_log = LocalClock(log_every)
+        self._logged = wiring.PendingCalls(self._not_logged)
         self._busy = wiring.TimeShare()
         self._blocked = wiring.TimeShare()
-        self._lock = threading.Lock()  # Guards the next.
-        self.steps = 0  # That were published.
+        self._lock = threading.Lock()  # Guards what is below.
+        self.steps = 0  # Published so far.
         self._logged_steps = 0
         self._since = time.monotonic()
         self._recorded: dict[bool, int] = {}  # Env that is filmed, by `is_eval`.
 
     def act(self, obs: dict[str, Array]) -> tuple[dict[str, Array], Transitions]:
-        """Chooses actions for a batch of envs, of which all evaluate or none does.
+        """Chooses actions for a batch of envs, either all for training or all for eval.
 
         Args:
           obs: observations [B, ...] with `envid` and `is_eval`.
 
         Returns:
-          The actions with `reset`, and what is to be published.
+          The actions with `reset`, and the transitions to publish.
 
         Raises:
-          ObservationError: the worker is at fault, which is told.
-          Unanswered: the agent is, which is fatal.
+          RunOver: the run is over.
+          ObservationError: the worker is at fault, and receives the error.
+          Unanswered: the agent is at fault, which is fatal.
         """
         if self.over:
             raise RunOver("The run is over.")
@@ -140,11 +137,11 @@ class Actor:
                 actions, outputs, new = self._policy(seen, envids, bool(is_eval[0]))
         except Exception as error:
             self._on_fatal(error)
-            # Workers hear nothing, and wait for an agent that may come back.
+            # Workers get no answer, and wait for an agent that may be restarted.
             raise Unanswered("The policy has failed.") from error
         self._check.accepted(obs)
-        # What came before, if anything, is not known here: sequences in the replay do
-        # not reach across. In the middle of an episode, a new one is to begin.
+        # The earlier steps of a new env are not known here, so what is stored begins a
+        # new episode. In the middle of an episode, the worker is told to begin one.
         lost = new & ~is_first
         if lost.any():
             lost &= [self.owns(envid) for envid in envids.tolist()]
@@ -157,7 +154,7 @@ class Actor:
     def publish(self, transitions: Transitions) -> None:
         """Sends a batch to the replay and to the logger; waits while they are full.
 
-        What comes after the end of the run belongs to nothing, and is dropped.
+        Batches that cannot be sent any more at the end of the run are dropped.
         """
         if not len(transitions.envid):
             return
@@ -168,11 +165,11 @@ class Actor:
                 raise
 
     def free(self, envids: list[int]) -> None:
-        """Lets envs begin anew, since another worker steps them."""
+        """Forgets the carries of envs, since another worker steps them now."""
         self._slots.free(envids)
 
     def leave(self, envids: list[int]) -> None:
-        """Notes envs that are away, and may come back."""
+        """Marks envs as away; they may come back."""
         self._slots.leave(envids)
         with self._lock:
             for is_eval, envid in list(self._recorded.items()):
@@ -187,7 +184,8 @@ class Actor:
             self._logged_steps = self.steps
             elapsed, self._since = now - self._since, now
         return {
-            "fps/policy": steps / elapsed if elapsed > 0 else 0.0,
+            # Left out without steps, so that its curve does not end with zero.
+            **({"fps/policy": steps / elapsed} if steps and elapsed > 0 else {}),
             "parallel/envs": len(self._slots),
             "timer/actor/policy": self._busy.share(),
             "timer/actor/held_back": self._blocked.share(),
@@ -214,8 +212,6 @@ class Actor:
         self._logged.add(self._logger.tran(message))
         with self._lock:
             self.steps += len(envids)
-        if self._should_log():
-            self._logged.add(self._logger.add(self.stats()))
 
     def _policy(
         self, obs: dict[str, Array], envids: np.ndarray, is_eval: bool
@@ -225,16 +221,19 @@ class Actor:
         if len(set(ids)) < len(ids):
             return self._one_by_one(obs, envids, is_eval)
         slots, new = self._slots.find(ids)
-        obs = {**obs, "is_first": obs["is_first"] | new}
-        return *self._table.step(slots, obs, mode, envids), new
+        try:
+            obs = {**obs, "is_first": obs["is_first"] | new}
+            return *self._table.step(slots, obs, mode, envids), new
+        finally:
+            self._slots.done(slots)
 
     def _one_by_one(
         self, obs: dict[str, Array], envids: np.ndarray, is_eval: bool
     ) -> tuple[dict[str, Array], dict[str, Array], np.ndarray]:
-        """For workers that step the same env, which must not harm the others.
+        """Steps rows separately if workers step the same env, to protect the others.
 
-        Those of ours cannot, see `Owners`, but others need not say who they are. None
-        of their steps follows another.
+        `Owners` prevents this for workers that name their envs, but other clients need
+        not do so. Of an env that occurs twice, no step continues another.
         """
         different, counts = np.unique(envids, return_counts=True)
         doubled = different[counts > 1].tolist()
@@ -272,17 +271,18 @@ class Actor:
 
     def _not_stored(self, batch: tuple[list[int], int], error: Exception) -> None:
         if isinstance(error, RemoteError) and error.type == ReplayMemoryError.__name__:
-            self._on_fatal(ReplayMemoryError(error.message))  # It never will.
+            self._on_fatal(ReplayMemoryError(error.message))  # Later batches fail, too.
             return
-        logger.warning("The replay did not take a batch: %s", error)
+        logger.warning("The replay did not store a batch: %s", error)
         envids, number = batch
-        # What follows is not consecutive; once for all that were on their way.
+        # The next steps are not consecutive. Begin new streams, but only once for all
+        # batches that were on their way.
         envids = [x for x in envids if self._broken.get(x, 0) < number]
         self._broken.update(dict.fromkeys(envids, self._published))
         self._slots.free(envids)
 
     def _not_logged(self, _: Any, error: Exception) -> None:
-        logger.warning("The logger did not take a batch: %s", error)
+        logger.warning("The logger did not count a batch: %s", error)
 
 
 def parallel_actor(agent: Agent, barrier: threading.Barrier, args: Any) -> None:
@@ -328,7 +328,6 @@ def run_actor(
             replay=clients[0],
             logger=clients[1],
             envs=envs,
-            log_every=settings.log_every,
             server_stats=server.stats,
             on_fatal=rendezvous.fail,
             progress=progress,
@@ -350,16 +349,20 @@ def run_actor(
         roles = dict(zip(("the replay", "the logger"), clients))
         with server, _report_hops(settings, actor, server, *clients):
             _start_thread(tell_absences, owners.absences, roles, left)
+            _start_thread(
+                wiring.tell_statistics,
+                *(clients[1], actor.stats, settings.log_every, left),
+            )
             if settings.remote_envs:
                 _start_thread(wait_for_envs, actor, settings)
             try:
                 rendezvous.wait()
-                # Not after a failure: workers then wait for an agent that comes back.
+                # Not after a failure: then workers wait until the agent is restarted.
                 actor.over = True
             finally:
                 actor.closing = True
                 left.set()
-                # First, since workers would wait as long as the replay takes nothing.
+                # First, since workers would wait for as long as the replay is full.
                 for client in clients:
                     client.close()
                 if actor.over:
@@ -387,7 +390,7 @@ def _start_thread(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def wait_for_envs(actor: Actor, settings: RunSettings) -> None:
-    """Logs the command to run as long as nobody has started any environments."""
+    """Logs the command that starts environments until a worker asks for actions."""
     host, _, port = settings.actor_addr.rpartition(":")
     address = (
         f"HOST:{port}" if host in ("0.0.0.0", "*", "[::]") else settings.actor_addr
@@ -408,7 +411,7 @@ def wait_for_envs(actor: Actor, settings: RunSettings) -> None:
 
 
 def _wait_for_goodbyes(server: Any) -> None:
-    """Waits until the workers have learned that the run is over, but not for long."""
+    """Waits briefly for workers to learn that the run is over."""
     gone = threading.Event()
 
     def on_leave(session: Any) -> None:

@@ -1,6 +1,6 @@
 """The agent: actor and learner as two threads that share it. Agent process.
 
-The launching process adds it to its supervisor, by `add_agent`.
+The launching process adds it to its supervisor with `add_agent`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from embodied.run.parallel.learner import run_learner
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import join_replicas, watch_replicas
 from embodied.run.parallel.stopping import StopTimeout
-from embodied.run.saving import describe_run
+from embodied.run.saving import write_config
 from embodied.run.settings import RunSettings
 from embodied.workers import Process, Progress, RestartPolicy, Supervisor, Thread
+from embodied.workers.child import STOP
 from embodied.workers.thread import Worker
 
 GRACE = 10.0  # Seconds for roles to end after the agent.
 LEAVE_SECONDS = 30.0  # For the actor to end after the learner.
-ABANDON_SECONDS = 3.0  # For both to end if nobody is to wait any more.
-# Errors, by name, that an agent in its own process would only make again.
+ABANDON_SECONDS = 3.0  # For both to end once the run is abandoned.
+# Names of errors that an agent would only raise again if its process were restarted.
 _FINAL = ("ConfigError", "DiskTooSmallError", "ReplayMemoryError", "SetupError")
 LIMITS = dict.fromkeys((*_FINAL, StopTimeout.__name__), 0)
 
@@ -45,11 +46,11 @@ def parallel_agent(make_agent: bytes | Callable[[], Agent], args: Any) -> None:
 
     Raises:
       Exception: that of the actor or the learner, whichever failed first.
-      ReplicaLost: another replica of several is gone: start all of them again.
+      ReplicaLost: another replica is gone; all of them have to be started again.
     """
     settings = RunSettings.from_args(args)
     wiring.check_addresses(settings, "actor_addr", "replay_addr", "logger_addr")
-    # Nobody here starts environments.
+    # This process does not start environments.
     settings = dataclasses.replace(settings, remote_envs=True)
     with (
         show_messages(),
@@ -92,13 +93,13 @@ def run_agent(
     Args:
       make_agent: makes the agent; may be cloudpickled.
       settings: of the run.
-      stop: ends the run well.
-      progress: told of every batch and update.
-      abandon: ends it at once and without a save, since other roles are gone.
+      stop: when set, ends the run with a save.
+      progress: notified of every batch and update.
+      abandon: when set, ends the run at once without a save, as other roles are gone.
     """
     agent = wiring.load_factory(make_agent)()
     if settings.replica == 0:
-        describe_run(settings.logdir, agent)
+        write_config(settings.logdir, agent)
         wiring.write_addresses(settings)
     barrier = threading.Barrier(2)
     step = progress.step if progress else lambda: None
@@ -113,7 +114,7 @@ def run_agent(
     rendezvous = Rendezvous(barrier, "agent", "launcher")
     while not learner.join(ABANDON_SECONDS):
         if rendezvous.abandoned:
-            break  # It may wait for who does not answer, until the process ends.
+            break  # It may wait for a silent role until the process ends.
     actor.join(ABANDON_SECONDS if rendezvous.abandoned else LEAVE_SECONDS)
     failure = rendezvous.failure
     if failure is not None:
@@ -127,13 +128,13 @@ def add_agent(
     stop: threading.Event,
     done: threading.Event,
 ) -> None:
-    """Adds the agent to a supervisor; its good end is the end of the run.
+    """Adds the agent to a supervisor; the run is over when it ends without an error.
 
     Args:
       supervisor: of the run.
       make_agent: makes the agent; may be cloudpickled.
       settings: of the run.
-      stop: ends the run well.
+      stop: when set, ends the run with a save.
       done: set at the end of the run.
     """
     progress = Progress()
@@ -141,7 +142,7 @@ def add_agent(
     factory = make_agent if isinstance(make_agent, bytes) else None
 
     def end_if_well(worker: Worker) -> None:
-        # Before it can save and leave on SIGTERM, it just leaves.
+        # Before its handler is installed, the signal ends it without a save.
         code = worker.exitcode if isinstance(worker, Process) else None
         if worker.error is None or (stop.is_set() and code == -signal.SIGTERM):
             done.set()
@@ -152,13 +153,14 @@ def add_agent(
             *(factory or cloudpickle.dumps(make_agent), settings, progress),
             name="agent",
             fds=[progress.fd],
+            shielded=True,
         )
         process.on_exit(end_if_well)
         current[:] = [process]
         return process
 
     def make_thread() -> Thread:
-        # The supervisor sets `done`, too, when it stops the other roles.
+        # The supervisor also sets `done` when it stops the other roles.
         thread = Thread(
             *(run_agent, make_agent, settings, stop, progress, done), name="agent"
         )
@@ -166,7 +168,7 @@ def add_agent(
         return thread
 
     if is_apart(settings):
-        # One replica alone cannot come back to the others.
+        # A single replica cannot rejoin the others.
         restarts = settings.restarts["agent"] if settings.replicas == 1 else 0
         policy = RestartPolicy(restarts, limits=LIMITS)
         supervisor.add("agent", "agent", make_process, policy, progress)
@@ -183,8 +185,8 @@ def add_agent(
 def is_apart(settings: RunSettings) -> bool:
     """Returns whether the launcher runs the agent in a process of its own.
 
-    With several replicas it does so in any case: JAX aborts the process of an agent
-    whose first replica is gone, and hangs in others.
+    With several replicas it always does: if the first replica is gone, JAX aborts the
+    agent's process, and if another one is gone, the agent hangs.
     """
     return settings.agent_process or settings.replicas > 1
 
@@ -203,15 +205,15 @@ def _agent_process(
 def _pass_on(
     stop: threading.Event, done: threading.Event, current: list[Process]
 ) -> None:
-    """Tells the agent's process to save and leave once `stop` is set."""
+    """Tells the agent's process to save and exit once `stop` is set."""
     stop.wait()
     if done.is_set():
         return
     pid = current[0].pid if current and current[0].running else None
     if pid is None:
-        done.set()  # It has failed and is not back yet: there is nothing to save.
+        done.set()  # It has failed and was not restarted yet: nothing to save.
     else:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, STOP)
 
 
 def _abandon(abandon: threading.Event, barrier: threading.Barrier) -> None:

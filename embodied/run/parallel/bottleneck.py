@@ -1,25 +1,25 @@
-"""Names what holds a parallel run back, from what roles log. Logger process."""
+"""Finds the bottleneck of a parallel run in the metrics of roles. Logger process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Shares of time that roles report, by what they mean here.
+# Metrics of roles, mostly shares of time, by their meaning here.
 LEARNER_WAITS = "timer/learner/wait"
 STREAM_WAITS = "timer/learner/stream_wait"
 LIMITED = "timer/replay/limited"
 SAMPLING = "timer/replay/sample"
 STORING = "timer/replay/insert"
 POLICY = "timer/actor/policy"
-UPDATES = "parallel/updates"  # Of the learner; it tells of the first batch with 0.
+UPDATES = "parallel/updates"  # Of the learner; 0 when it has its first batch.
 ON_CPU = "parallel/policy_on_cpu"  # 1 or 0.
 NAMES = {
     *(LEARNER_WAITS, STREAM_WAITS, LIMITED, SAMPLING, STORING, POLICY, UPDATES),
     ON_CPU,
 }
 
-SMALL = 0.1  # Of the time: not what holds anything back.
-# Phases before the learner has told what it waits for.
+SMALL = 0.1  # Share of time that is too small to be a bottleneck.
+# Phases before the learner has reported how long it waits.
 FILLING, COMPILING, TRAINING = "filling the replay", "compiling", "training begins"
 
 
@@ -27,12 +27,12 @@ def find_bottleneck(values: Mapping[str, float], threads: int = 1) -> str:
     """Returns a line that names the slowest link of the chain, and why.
 
     The chain: env -> actor -> replay -> transfer -> learner. A link is the slowest if
-    the one after it waits for it while it does not wait itself. Before the learner has
-    told what it waits for nobody knows, and the line is the phase of the run instead.
+    the one after it waits for it while it does not wait itself. Until the learner has
+    reported how long it waits this is unknown, and the line is the phase of the run.
 
     Args:
-      values: by the names above; what is missing counts as zero.
-      threads: that run the policy.
+      values: metrics by the names above; missing ones count as zero.
+      threads: number of threads that run the policy.
     """
 
     def value(name: str) -> float:

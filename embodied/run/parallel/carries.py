@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -18,15 +19,15 @@ class Table(Protocol):
     """Carries by slot; all methods may be called from several threads."""
 
     def resize(self, slots: int) -> None:
-        """Makes room for so many envs; all of them begin anew."""
+        """Makes room for so many envs, and resets all carries."""
 
     def reset(self, slots: Sequence[int]) -> None:
-        """Lets slots begin anew, for other envs."""
+        """Resets the carries of slots, for other envs."""
 
     def step(
         self, slots: Any, obs: dict[str, Array], mode: str, envids: Any
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Steps the policy of different slots; returns actions and outputs [B, ...]."""
+        """Runs the policy on distinct slots; returns actions and outputs [B, ...]."""
 
 
 class DeviceTable:
@@ -36,17 +37,17 @@ class DeviceTable:
         self._agent = agent
 
     def resize(self, slots: int) -> None:
-        """Makes room for so many envs; all of them begin anew."""
+        """Makes room for so many envs, and resets all carries."""
         self._agent.init_table(slots)
 
     def reset(self, slots: Sequence[int]) -> None:
-        """Lets slots begin anew, for other envs."""
+        """Resets the carries of slots, for other envs."""
         self._agent.reset_slots(slots)
 
     def step(
         self, slots: Any, obs: dict[str, Array], mode: str, envids: Any
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Steps the policy in one call of the device."""
+        """Runs the policy in one call of the device."""
         return self._agent.policy_table(slots, obs, mode, envids)
 
 
@@ -63,12 +64,12 @@ class HostTable:
         self._first = _rows(agent.init_policy(1), 1)[0]
 
     def resize(self, slots: int) -> None:
-        """Lets all envs begin anew."""
+        """Resets all carries."""
         with self._lock:
             self._rows.clear()
 
     def reset(self, slots: Sequence[int]) -> None:
-        """Lets slots begin anew, for other envs."""
+        """Resets the carries of slots, for other envs."""
         with self._lock:
             for slot in slots:
                 self._rows.pop(int(slot), None)
@@ -76,7 +77,7 @@ class HostTable:
     def step(
         self, slots: Any, obs: dict[str, Array], mode: str, envids: Any
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Steps the policy, with carries stacked and taken apart again."""
+        """Runs the policy on the stacked carries, and splits the new ones into rows."""
         with self._lock:
             rows = [self._rows.get(int(slot), self._first) for slot in slots]
         carry = _map(lambda *leaves: np.stack(leaves), *rows)
@@ -97,11 +98,14 @@ def make_table(agent: Agent) -> Table:
 
 
 class Slots:
-    """Slots of the table by env. Threads: `_lock` guards all.
+    """Assigns slots of the table to envs. Thread-safe: `_lock` guards all state.
+
+    A slot that is freed during a step is given to another env only after it, since the
+    step writes its carry in the end.
 
     Args:
       table: of the carries.
-      count: envs that are expected; the table grows if there are more.
+      count: number of expected envs; the table grows if there are more.
     """
 
     def __init__(self, table: Table, count: int):
@@ -109,6 +113,8 @@ class Slots:
         self._lock = threading.Lock()
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
+        self._stepping: collections.Counter[int] = collections.Counter()
+        self._freed: set[int] = set()  # Of those that are stepping.
         self._away: set[int] = set()  # Envs that may come back.
         self._resize(count)
 
@@ -118,49 +124,69 @@ class Slots:
             return len(self._slots) - len(self._away)
 
     def find(self, envids: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the slots of envs, and which of these envs are new."""
+        """Returns the slots of envs, and which of these envs are new.
+
+        Call `done` with the slots after the step.
+        """
         with self._lock:
             ids = list(envids)
             self._away.difference_update(ids)
             missing = [envid for envid in ids if envid not in self._slots]
             if len(missing) > len(self._free):
-                self._release(list(self._away))  # Those that are there come first.
+                self._release(list(self._away))  # Present envs come first.
             if len(missing) > len(self._free):
                 self._resize(2 * (len(self._slots) + len(missing)))
                 missing = ids
             for envid in missing:
                 self._slots[envid] = self._free.pop()
             slots = [self._slots[envid] for envid in ids]
+            self._stepping.update(slots)
             return np.array(slots, np.int32), np.isin(ids, missing)
 
+    def done(self, slots: np.ndarray) -> None:
+        """Ends a step of slots from `find`."""
+        with self._lock:
+            self._stepping.subtract(slots.tolist())
+            self._stepping = +self._stepping  # Without those that are zero.
+            if self._freed:
+                late = [x for x in self._freed if x not in self._stepping]
+                self._freed.difference_update(late)
+                self._reuse(late)
+
     def leave(self, envids: Iterable[int]) -> None:
-        """Notes envs that are away; their slots are kept while nobody needs them."""
+        """Marks envs as away; their slots are kept until other envs need them."""
         with self._lock:
             self._away.update(x for x in envids if x in self._slots)
 
     def free(self, envids: Iterable[int]) -> None:
-        """Gives the slots of envs that are gone to others."""
+        """Frees the slots of envs, for others to use."""
         with self._lock:
             self._release(list(envids))
 
     def _release(self, envids: list[int]) -> None:
         gone = [self._slots.pop(x) for x in envids if x in self._slots]
         self._away.difference_update(envids)
-        if gone:
-            self._table.reset(gone)
-            self._free.extend(gone)
+        self._freed.update(x for x in gone if x in self._stepping)
+        self._reuse([x for x in gone if x not in self._stepping])
+
+    def _reuse(self, slots: list[int]) -> None:
+        if slots:
+            self._table.reset(slots)
+            self._free.extend(slots)
 
     def _resize(self, count: int) -> None:
         if self._slots:
             logger.info(
                 "There are more environments than expected: the actor makes room for "
-                "%d, and all of them begin with an empty memory.",
+                "%d, and the recurrent state of all of them is reset.",
                 count,
             )
+        count += len(self._stepping)
         self._table.resize(count)
         self._slots = {}
         self._away = set()
-        self._free = list(range(count))[::-1]
+        self._freed = set(self._stepping)
+        self._free = [x for x in range(count)[::-1] if x not in self._freed]
 
 
 def _map(function: Callable[..., Any], *trees: Tree) -> Tree:

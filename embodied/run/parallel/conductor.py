@@ -1,10 +1,10 @@
-"""One consistent checkpoint over several processes: from the learner's word to commit.
+"""Saves one consistent checkpoint of all roles. Agent process and the roles' own.
 
     learner   Conductor.save           asks replay and logger to save under one tag,
     roles     RoleCheckpoint.write     each writes its parts and returns records,
     learner   Conductor._commit        lists all of them in one manifest.
 
-Nobody waits meanwhile but a thread of the learner's process. Every role restores its
+Only a background thread of the agent process waits meanwhile. Every role restores its
 own parts when it starts.
 """
 
@@ -25,26 +25,33 @@ from embodied.base import Agent, Tree
 from embodied.checkpoint import (
     Checkpoint,
     CheckpointError,
+    Cut,
     DiskTooSmallError,
     FileRecord,
     Manifest,
+    PartWriter,
 )
-from embodied.replay import ReplayCut
 from embodied.rpc import Disconnected
-from embodied.run.live import SAVE, note_event
+from embodied.run.live import SAVE
 from embodied.run.parallel.replicas import Replicas
-from embodied.run.saving import AGENT, FOLDER, PartWriter, load_agent, must_continue
+from embodied.run.saving import (
+    AGENT,
+    FOLDER,
+    check_replicas,
+    explain_mismatch,
+    load_agent,
+)
 from embodied.run.settings import RunSettings
 from embodied.run.training_run import LIMITER
 
 SAVE_SECONDS = 900.0  # For a role to write its part.
 DISCARD_SECONDS = 10.0
 ANSWER_SECONDS = 60.0  # For the replay to take back updates.
-NO_TAG = "-"  # In place of a tag, if there can be no save.
-# How a save ended, told by the first replica to all.
+NO_TAG = "-"  # In place of a tag if saving is not possible.
+# Outcomes of a save, which the first replica tells to all.
 SAVED, NOT_COMMITTED, UNCLEAR = "saved", "not committed", "unclear"
 NOT_SAVED = "A checkpoint could not be saved, training goes on. %s %s"
-FILES_LEFT = "Files of that save may be left. %s"
+FILES_LEFT = "Some files of the failed save could not be removed. %s"
 _COUNT_BYTES = 8
 
 logger = logging.getLogger("embodied.run")
@@ -54,7 +61,8 @@ class Conductor:
     """Restores the agent, and saves all roles at one moment. Agent process.
 
     A save decides at once what belongs to it; files are written in the background, by
-    a thread of its own. Belongs to the learner's thread, except `abandon`.
+    a thread of its own. All methods belong to the learner's thread, except `abandon`
+    and `awaited`.
 
     Args:
       agent: to save.
@@ -74,42 +82,45 @@ class Conductor:
         replicas: Replicas | None = None,
     ):
         self._agent = agent
-        self._replicas = replicas or Replicas()
+        self._replicas = None if replicas is None or replicas.alone else replicas
+        self._first = self._replicas is None or self._replicas.first
         self._saves = 0
         self._roles = {"replay": replay, "logger": logger}
         self._settings = settings
         root = Path(settings.logdir)
         self._checkpoint = Checkpoint(root, FOLDER, keep=settings.keep)
-        self._writer = PartWriter(self._checkpoint, root)
-        self._starts = Starts(root / FOLDER)
+        self._writer = PartWriter(self._checkpoint)
+        self._starts = StartCounter(root / FOLDER)
         self._running: concurrent.futures.Future[bool] | None = None
-        self._parts: dict[str, Any] = {}  # Answers of roles to the last save.
+        self._parts: dict[str, Any] = {}  # Futures of the roles for the last save.
         self._abandoned = threading.Event()
 
     def restore(self) -> bool:
-        """Continues the run of the logdir; returns whether there is one.
+        """Continues the run in the logdir; returns whether there is one.
 
         A new run takes the agent from `settings.from_checkpoint`, if given.
         """
-        if self._replicas.first:
+        if self._first:
             self._checkpoint.clean()
-        self._replicas.gather("clean", "")
+        self._gather("clean", "")
         settings = self._settings
         manifest = self._checkpoint.newest(shared=True)
-        found = self._replicas.gather("found", manifest.tag if manifest else "none")
+        found = self._gather("found", manifest.tag if manifest else "none")
         if len(set(found)) > 1:
             raise CheckpointError(
                 f"The replicas found different checkpoints in {settings.logdir}: "
                 f"{found}. They need one logdir, in a file system that all share."
             )
-        if settings.from_checkpoint:
-            load_agent(
-                self._agent, settings.from_checkpoint, settings.from_checkpoint_regex
-            )
         if manifest is None:
+            if settings.from_checkpoint:
+                load_agent(
+                    self._agent,
+                    settings.from_checkpoint,
+                    settings.from_checkpoint_regex,
+                )
             return False
         data = self._checkpoint.read_part(manifest, AGENT)
-        with must_continue(settings.logdir):
+        with explain_mismatch(settings.logdir):
             self._agent.load(data)
         self._take_back_updates(manifest)
         step = manifest.meta.get("step", 0)
@@ -117,21 +128,22 @@ class Conductor:
         return True
 
     def save(self, trained: int) -> None:
-        """Starts a save of this moment, after the one before it is written.
+        """Starts a save of the current state, once the previous one is written.
 
         Args:
           trained: batches that the learner has trained on since it started.
 
         Raises:
-          Exception: that of the agent, which cannot be saved. What roles cannot do is
-            a warning: the last checkpoint stands, and training goes on.
+          Exception: the agent cannot be saved, or `wait` raised it for the previous
+            save. Failures of other roles are logged as warnings: the last checkpoint
+            stands, and training goes on.
         """
         self.wait()
         self._saves += 1
         running: concurrent.futures.Future[bool] = concurrent.futures.Future()
         self._running = running
         try:
-            # Looked at after `_running` is there to be ended.
+            # Checked after `_running` is set, so that `abandon` finds and completes it.
             tag, starts = (NO_TAG, 0) if self._abandoned.is_set() else self._agree()
             if tag == NO_TAG:
                 _complete(running, False)
@@ -149,7 +161,7 @@ class Conductor:
             target=self._run,
             args=(running, name, tag, data, list(self._parts.values()), starts),
             name=name,
-            daemon=True,  # One that waits for a dead role must not keep the process.
+            daemon=True,  # A save that waits for a dead role must not block the exit.
         ).start()
 
     @property
@@ -159,7 +171,7 @@ class Conductor:
 
     @property
     def awaited(self) -> str:
-        """The roles that have not answered to the last save; else the agent."""
+        """The roles yet to answer the last save; without any, the agent. Any thread."""
         missing = [name for name, future in self._parts.items() if not future.done()]
         return " and ".join(f"the {name}" for name in missing or [AGENT])
 
@@ -170,21 +182,21 @@ class Conductor:
         return self._running.result()
 
     def abandon(self) -> None:
-        """Has nobody wait for saves any more, since the roles are gone. Any thread.
+        """Stops all waits for saves because the roles are gone. Any thread.
 
-        The thread of one that is under way ends with the connections.
+        The thread of a save in progress ends when the connections close.
         """
         self._abandoned.set()
         if self._running is not None:
             _complete(self._running, False)
 
     def close(self) -> None:
-        """Waits for a save that is under way."""
+        """Waits for a save in progress."""
         if self._running is not None:
             concurrent.futures.wait([self._running])
 
     def _take_back_updates(self, manifest: Manifest) -> None:
-        """Tells the replay which updates are in the weights that were restored."""
+        """Tells the replay which updates the restored weights contain."""
         name = LIMITER + part_suffix(self._settings)
         if name not in self._checkpoint.parts(manifest):
             return
@@ -192,21 +204,25 @@ class Conductor:
         try:
             self._roles["replay"].begin_training(saved).result(ANSWER_SECONDS)
         except Disconnected:
-            pass  # It has just been restarted, and has the counts of that checkpoint.
+            pass  # It was restarted meanwhile, and has the counts of that checkpoint.
         except Exception as error:
-            logger.warning("The replay does not take back lost updates. %s", error)
+            logger.warning("The replay could not discount lost updates. %s", error)
 
     def _agree(self) -> tuple[str, int]:
-        """Returns the tag, the same in all replicas, and the starts until now."""
+        """Returns the tag, the same in all replicas, and the count of starts."""
         own = f"{NO_TAG} 0"
-        if self._replicas.first:
+        if self._first:
             try:
                 with self._starts.locked() as starts:
                     own = f"{self._checkpoint.new_tag()} {starts}"
             except (CheckpointError, OSError) as error:
                 logger.warning("Could not save. %s", error)
-        tag, count = self._replicas.gather(f"tag {self._saves}", own)[0].split()
+        tag, count = self._gather(f"tag {self._saves}", own)[0].split()
         return tag, int(count)
+
+    def _gather(self, name: str, value: str) -> list[str]:
+        """Returns the values of all replicas under a unique name."""
+        return [value] if self._replicas is None else self._replicas.gather(name, value)
 
     def _run(self, running: concurrent.futures.Future[bool], *arguments: Any) -> None:
         try:
@@ -219,23 +235,23 @@ class Conductor:
         self, name: str, tag: str, data: Tree, parts: list[Any], starts: int
     ) -> bool:
         """Writes this replica's parts, and commits if this is the first one."""
-        own = ""  # Stays so if anything fails.
+        own = ""  # Stays empty if anything fails.
         try:
             own = self._write_parts(tag, data, parts)
-        except Exception as error:  # Nothing that is there already is lost by it.
+        except Exception as error:  # Earlier checkpoints are not affected.
             if self._abandoned.is_set():
                 return False
-            if isinstance(error, DiskTooSmallError) and self._replicas.alone:
+            if isinstance(error, DiskTooSmallError) and self._replicas is None:
                 self._conclude(tag, [own], starts)
                 self._take_back(tag)
-                raise  # No save could ever succeed, which the first one finds.
+                raise  # No save could ever succeed; the first one detects it.
             self._warn(error)
-        every = self._replicas.gather(name, own)
-        outcome = self._conclude(tag, every, starts) if self._replicas.first else ""
-        outcome = self._replicas.gather(f"{name} done", outcome)[0]
+        every = self._gather(name, own)
+        outcome = self._conclude(tag, every, starts) if self._first else ""
+        outcome = self._gather(f"{name} done", outcome)[0]
         if outcome == SAVED:
             return True
-        if not self._replicas.alone:
+        if self._replicas is not None:
             self._warn("Another replica may say why.")
         if outcome == NOT_COMMITTED:
             self._take_back(tag)
@@ -243,7 +259,7 @@ class Conductor:
 
     def _write_parts(self, tag: str, data: Tree, parts: list[Any]) -> str:
         records: list[FileRecord] = []
-        if self._replicas.first:  # All replicas have the same.
+        if self._first:  # The agent is the same in all replicas.
             records += self._writer.write(tag, {AGENT: data})
         meta: dict[str, Any] = {}
         for future in parts:
@@ -253,7 +269,7 @@ class Conductor:
         return pack_reply(records, meta)
 
     def _conclude(self, tag: str, every: list[str], starts: int) -> str:
-        """Commits, or removes the parts' files; returns which of the two was done."""
+        """Commits, or removes the parts' files; returns the outcome."""
         try:
             if all(every):
                 self._commit(tag, every, starts)
@@ -261,7 +277,7 @@ class Conductor:
         except Exception as error:
             self._warn(error)
         try:
-            # What was committed after all, although that raised, is left alone.
+            # This leaves the save alone if it was committed although `_commit` raised.
             return NOT_COMMITTED if self._checkpoint.discard(tag) else UNCLEAR
         except Exception as error:
             logger.warning(FILES_LEFT, error)
@@ -278,13 +294,14 @@ class Conductor:
             if now != starts:
                 raise CheckpointError("A role was restarted meanwhile.")
             self._checkpoint.commit(tag, records, {"step": step})
-        note_event(SAVE, f"Saved step {step}.", step=step, tag=tag)
+        event = {"kind": SAVE, "step": step, "tag": tag}
+        logger.info("Saved step %d.", step, extra={"event": event})
 
     def _warn(self, reason: object) -> None:
-        logger.warning(NOT_SAVED, reason, self._checkpoint.what_stands())
+        logger.warning(NOT_SAVED, reason, self._checkpoint.describe_last())
 
     def _take_back(self, tag: str) -> None:
-        """Removes the roles' files of a save that failed, for the next to have room."""
+        """Removes the roles' files of a failed save, to make room for the next one."""
         try:
             for client in self._roles.values():
                 client.discard(tag).result(DISCARD_SECONDS)
@@ -293,10 +310,10 @@ class Conductor:
 
 
 class RoleCheckpoint:
-    """The parts of one role that is not the conductor. The role's process.
+    """Saves and loads the parts of a role other than the agent. The role's process.
 
-    With several replicas each has parts of its own, with the replica's number behind
-    the name.
+    With several replicas each has parts of its own, whose names end with the replica's
+    number.
 
     Args:
       settings: `logdir`, `keep`, `replica` and `replicas`.
@@ -305,15 +322,20 @@ class RoleCheckpoint:
     def __init__(self, settings: RunSettings):
         self.root = Path(settings.logdir)
         self._suffix = part_suffix(settings)
+        self._replicas = settings.replicas
         self._checkpoint = Checkpoint(self.root, FOLDER, keep=settings.keep)
-        self._writer = PartWriter(self._checkpoint, self.root, self._suffix)
-        self._starts = Starts(self.root / FOLDER)
+        self._writer = PartWriter(self._checkpoint, self._suffix)
+        self._starts = StartCounter(self.root / FOLDER)
 
     def load(self, names: Iterable[str]) -> dict[str, Tree]:
         """Returns the parts of the newest checkpoint; those it lacks are left out.
 
-        What this role has saved before its start is not committed from here on, and
-        files that it was writing when it was killed are removed.
+        From here on, saves that began before this start of the role are not committed.
+        Removes files that the role was writing when it was killed.
+
+        Raises:
+          CheckpointError: no checkpoint is whole, or another number of replicas has
+            saved it.
         """
         self._starts.add()
         names = list(names)
@@ -324,28 +346,39 @@ class RoleCheckpoint:
         if manifest is None:
             return {}
         found = set(self._checkpoint.parts(manifest))
+        for name in names:
+            check_replicas(found, name, self._replicas)
         return {
             name: self._checkpoint.read_part(manifest, name + self._suffix)
             for name in names
             if name + self._suffix in found
         }
 
-    def listed(self) -> set[str] | None:
-        """Returns the paths of all files that a checkpoint lists, if that is known.
+    @property
+    def is_new(self) -> bool:
+        """Whether the run has no checkpoint yet."""
+        return not self._checkpoint.exists()
 
-        Call it between `load` and the first save: until then nobody commits, since a
+    def folder(self, name: str) -> Path:
+        """Returns the folder of a replay."""
+        return self.root / (name + self._suffix)
+
+    def listed(self) -> set[str] | None:
+        """Returns the paths of all files that a checkpoint lists; None if not known.
+
+        Call it between `load` and the first save. In between nothing is committed: a
         save that began before `load` is refused, and a later one needs this role.
         """
         return self._checkpoint.listed()
 
     def begin(self) -> None:
-        """Makes ready for a save, before the state of its moment is taken."""
+        """Prepares a save, before its state is captured."""
         self._writer.discard_uncommitted()
 
     def write(
-        self, tag: str, states: Mapping[str, Tree | ReplayCut], meta: Mapping[str, Any]
+        self, tag: str, states: Mapping[str, Tree | Cut], meta: Mapping[str, Any]
     ) -> str:
-        """Writes parts under the conductor's tag; returns the answer for it.
+        """Writes parts under the conductor's tag; returns the reply to it.
 
         Args:
           tag: from the conductor.
@@ -359,15 +392,15 @@ class RoleCheckpoint:
         self._writer.discard(tag)
 
 
-class Starts:
+class StartCounter:
     """Counts how often roles were started, in a file. Any role.
 
-    A role that is restarted goes on from the newest checkpoint. If a save that it took
-    part in before were committed after that, what is in it would be lost to the role.
-    So a role counts its start before it looks for the newest checkpoint, and a save is
-    committed, with the file locked, only if nobody has started since it began. The
-    kernel unlocks the file of a process that dies, and nobody waits for another role
-    while it holds the lock.
+    A restarted role continues from the newest checkpoint. If a save that it took part
+    in before its restart were committed later, the role would lack the data of that
+    save. So a role counts its start before it looks for the newest checkpoint, and a
+    save is committed, with the file locked, only if no role has started since the save
+    began. The kernel unlocks the file of a process that dies, and no process waits for
+    another role while it holds the lock.
 
     Args:
       folder: of the checkpoints.
@@ -377,14 +410,14 @@ class Starts:
         self._path = folder / "starts"
 
     def add(self) -> None:
-        """Counts one more."""
+        """Counts one more start."""
         with self._open() as (fd, count):
-            # In place, which a full disk allows.
+            # Written in place, which also works on a full disk.
             os.pwrite(fd, (count + 1).to_bytes(_COUNT_BYTES, "little"), 0)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int]:
-        """Returns the number, which does not change in the block."""
+        """Yields the count, which does not change within the block."""
         with self._open() as (_, count):
             yield count
 
@@ -400,12 +433,12 @@ class Starts:
 
 
 def part_suffix(settings: RunSettings) -> str:
-    """Returns the end of names of parts that every replica has."""
+    """Returns the suffix of the names of parts that every replica has."""
     return f"/{settings.replica:05}" if settings.replicas > 1 else ""
 
 
 def pack_reply(records: Iterable[FileRecord], meta: Mapping[str, Any]) -> str:
-    """Returns a role's answer to `save` as JSON, which any transport keeps."""
+    """Returns a role's reply to `save` as JSON, which any transport can carry."""
     return json.dumps([[record.to_json() for record in records], dict(meta)])
 
 
@@ -416,7 +449,7 @@ def unpack_reply(text: Any) -> tuple[list[FileRecord], dict[str, Any]]:
 
 
 def _call(method: Any, *arguments: Any) -> Any:
-    """Returns the future of a call, also if it cannot even be sent."""
+    """Returns the future of a call; a failed one if the call cannot be sent."""
     try:
         return method(*arguments)
     except Exception as error:

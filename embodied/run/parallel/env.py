@@ -29,10 +29,10 @@ from embodied.run.settings import RunSettings
 from embodied.workers import Process, Progress, RestartPolicy, Supervisor, WorkerError
 
 MakeEnv = Callable[[int], Env]
-RUN_OVER = "RunOver"  # Type of the actor's answer when there is nothing left to do.
+RUN_OVER = "RunOver"  # Type of the actor's answer after the end of the run.
 
-# Restarts after errors that a new worker would most likely make again. Environments may
-# break their spaces by chance; another task than the agent's remains another task.
+# Restarts after errors that a new worker would most likely raise again. Environments
+# may break their spaces by chance, but a task that differs from the agent's stays so.
 LIMITS = {"SpaceError": 2, "UnusableEnv": 2, "ObservationError": 0}
 
 logger = logging.getLogger("embodied.run")
@@ -42,11 +42,11 @@ class EnvGroup:
     """Environments that step together, and their next actions.
 
     Args:
-      make_env: makes the environment of an id. If it has a method `make_batch`, which
-        returns a BatchEnv for a list of ids or None, they step in one call.
+      make_env: makes the environment of an id. It may have a method `make_batch` that
+        returns a BatchEnv for a list of ids, which steps them in one call, or None.
       envids: their ids.
       is_eval: whether they evaluate.
-      progress: told of every step.
+      progress: notified of every step.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class EnvGroup:
             self.close()
             raise
         one = self._batch or self._envs[0]
-        self._spaces, self._act_space = one.obs_space, one.act_space
+        self._dtypes = {key: space.dtype for key, space in one.obs_space.items()}
+        self._act_space = one.act_space
         self.reset()
 
     def reset(self) -> None:
@@ -89,29 +90,27 @@ class EnvGroup:
     def step(self) -> dict[str, np.ndarray]:
         """Takes the next actions; returns observations, `envid` and `is_eval`.
 
-        They are stacked, [n], unless there is only one environment. Their values were
-        checked by the environment's wrapper, and are by the actor.
+        They are stacked, [n, ...], unless there is only one environment. Their values
+        are checked by the environment's wrapper and by the actor, not here.
         """
         if self._batch is not None:
             obs = self._batch.step(self.actions)
             self._report()
             if self.rows == 1:
-                return {key: obs[key][0] for key in self._spaces} | self._mark
-            return {key: obs[key] for key in self._spaces} | self._marks
+                return {key: obs[key][0] for key in self._dtypes} | self._mark
+            return {key: obs[key] for key in self._dtypes} | self._marks
         rows = []
         for index, env in enumerate(self._envs):
             action = {key: value[index] for key, value in self.actions.items()}
             rows.append(env.step(action))
             self._report()
-        spaces = self._spaces.items()
-        if self.rows == 1:  # As any client would send it.
-            obs = {key: np.asarray(rows[0][key], space.dtype) for key, space in spaces}
+        dtypes = self._dtypes.items()
+        if self.rows == 1:  # Unbatched, as any client would send it.
+            obs = {key: np.asarray(rows[0][key], dtype) for key, dtype in dtypes}
             return obs | self._mark
         stacked = {
-            key: np.stack(
-                [row[key] for row in rows], dtype=space.dtype, casting="unsafe"
-            )
-            for key, space in spaces
+            key: np.stack([row[key] for row in rows], dtype=dtype, casting="unsafe")
+            for key, dtype in dtypes
         }
         return stacked | self._marks
 
@@ -131,8 +130,8 @@ class EnvWorker:
     Args:
       groups: the environments; each group has one call open.
       client: connection to the actor.
-      progress: told while the worker waits for actions, which is not a hang.
-      beat: seconds after which it is told again; 0 for never.
+      progress: notified while the worker waits for actions, which is not a hang.
+      beat: seconds after which it is notified again; 0 for never.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class EnvWorker:
             self._ask(group)
 
     def step(self) -> bool:
-        """Takes the actions of the group that has waited longest; False at the end."""
+        """Steps the group that has waited longest; returns False if the run is over."""
         group, future = self._open.popleft()
         try:
             self._wait(future)
@@ -162,8 +161,8 @@ class EnvWorker:
                 raise ObservationError(error.message) from None
             raise
         except Disconnected as error:
-            # The actor may have stored this step. It must not be stored twice, and
-            # nothing can follow it if it was not: new episodes are right in both cases.
+            # The actor may have stored this step. If so, it must not be stored twice;
+            # if not, no step can follow it. New episodes are right in both cases.
             logger.info("Envs %s begin new episodes. %s", group.envids, error)
             group.reset()
             self._ask(group)
@@ -218,7 +217,7 @@ def run_worker(
 ) -> None:
     """Steps the environments of one worker until the run is over.
 
-    `supervisor` is the name of who restarts it, if anybody; see `Owners`.
+    `supervisor` is the name of the supervisor that restarts it, if any; see `Owners`.
     """
     wiring.check_addresses(settings, "actor_addr")
     make_env = wiring.load_factory(make_env)
@@ -243,7 +242,7 @@ def run_worker(
         with progress.waiting() if progress else contextlib.nullcontext():
             first = settings.env_offset in envids or progress is None
             wiring.connect(client, name, "actor", lambda: False, quiet=not first)
-        # Often enough for a worker that is stopped while it waits to be noticed.
+        # Often enough to notice that a worker was stopped while it waits.
         worker = EnvWorker(groups, client, progress, beat=settings.env_timeout / 4)
         while worker.step():
             pass
@@ -269,14 +268,18 @@ def parallel_envs(
         settings.env_offset, settings.env_offset + settings.envs + settings.eval_envs
     )
     with show_messages(), stop_on_signals(STOPPING) as stop:
-        # Once for all of them, so that what the actor refuses is an error at once.
+        # Once for all workers, so that a refusal by the actor is an error at once.
         with wiring.make_client(
             settings.actor_addr, "envs", settings, info=worker_info(ids, name)
         ) as client:
             if not wiring.connect(client, "This host", "actor", stop.is_set):
                 return
+        # Workers succeed when the run is over. One that was starting meanwhile, or was
+        # cut off, would wait for the actor for ever.
         supervisor = Supervisor(
-            stall_timeout=settings.stall_timeout, on_restart=_tell_restart
+            stall_timeout=settings.stall_timeout,
+            on_restart=_tell_restart,
+            first_ends=True,
         )
         with supervisor:
             add_workers(supervisor, make_env, make_env_eval, settings, name)
@@ -293,7 +296,7 @@ def add_workers(
 ) -> int:
     """Adds the env workers of this host to a supervisor; returns how many.
 
-    `name` is that of the supervisor, which no other one has; see `Owners`.
+    `name` is the unique name of the supervisor; see `Owners`.
     """
     name = name or secrets.token_hex(8)
     first = settings.env_offset
@@ -346,6 +349,7 @@ def _make_worker(
         *(make_env, envids, settings, is_eval, progress, supervisor),
         name=worker_name(envids),
         fds=[progress.fd],
+        shielded=True,
     )
 
 

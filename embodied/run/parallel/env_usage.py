@@ -1,4 +1,4 @@
-"""Tells the logger how workers are, and what they use. The process that has them."""
+"""Reports state and resource usage of workers to the logger. Supervising process."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import psutil
 
 from embodied.clock import LocalClock
-from embodied.run.live import whereabouts
+from embodied.run.live import process_info
 from embodied.run.parallel import wiring
 from embodied.run.parallel.live_reports import tell_logger
 from embodied.run.settings import RunSettings
 from embodied.run.usage import GIGABYTE
 from embodied.workers import Supervisor
 
-SHOWN_AWAY = 8  # Workers that do not run, by name.
-USAGE_CALLS = 5  # Seconds between looks at processor and memory.
+SHOWN_AWAY = 8  # Maximum number of workers listed by name that do not run.
+USAGE_CALLS = 5  # Calls, one per second, between measurements of processor and memory.
 
 
 class WorkerUsage:
-    """Processor and memory of all workers of a role on this host together.
+    """Processor and memory usage of all workers of a role on this host together.
 
     Belongs to one thread.
 
@@ -37,14 +37,14 @@ class WorkerUsage:
         self._processes: dict[int, psutil.Process] = {}
 
     def result(self) -> dict[str, float]:
-        """Returns sums over the workers, the processor's since the last call."""
+        """Returns sums over the workers; processor usage is since the last call."""
         workers = [x for x in self._supervisor.status() if x.role == self._role]
         pids = {worker.pid for worker in workers if worker.pid is not None}
         known = self._processes
         self._processes = {pid: known[pid] for pid in pids if pid in known}
         cores, memory = 0.0, 0.0
         for pid in pids:
-            # It may just have ended; `psutil` does not turn all errors into its own.
+            # It may have ended meanwhile; `psutil` does not wrap all errors in its own.
             with contextlib.suppress(psutil.Error, OSError):
                 if pid not in self._processes:
                     self._processes[pid] = psutil.Process(pid)
@@ -61,7 +61,7 @@ class WorkerUsage:
 
 
 class RoleStates:
-    """States of all roles that a supervisor has, for `live.json`.
+    """States of all roles of a supervisor, for `live.json`.
 
     Belongs to one thread.
 
@@ -76,7 +76,7 @@ class RoleStates:
         self._calls = 0
 
     def result(self) -> dict[str, dict[str, Any]]:
-        """Returns by role: workers, how many run, restarts, troubles, use."""
+        """Returns by role: counts of workers, restarts, workers away, and usage."""
         roles: dict[str, dict[str, Any]] = {}
         for worker in self._supervisor.status():
             role = roles.setdefault(
@@ -110,16 +110,16 @@ class RoleStates:
 
 @contextlib.contextmanager
 def report_env_usage(supervisor: Supervisor, settings: RunSettings) -> Iterator[None]:
-    """Sends how workers are every second within the body.
+    """Sends the state of all workers every second within the body.
 
-    What env workers use goes to the metrics every `log_every` seconds.
+    The usage of env workers goes to the metrics every `log_every` seconds.
     """
     usage, states = WorkerUsage(supervisor), RoleStates(supervisor)
     logs = settings.usage["psutil"] and settings.log_every
     should_log = LocalClock(max(1.0, settings.log_every) if logs else 0)
 
     def tell(client: Any) -> Iterator[Any]:
-        told = {**whereabouts(), "roles": states.result()}
+        told = {**process_info(), "roles": states.result()}
         yield client.tell_roles(json.dumps(told))
         if should_log():
             yield client.add(dict(wiring.prefixed("usage/env", usage.result())))

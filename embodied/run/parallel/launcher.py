@@ -29,8 +29,8 @@ from embodied.workers import (
     WorkerError,
 )
 
-# Seconds that the launcher gives the agent to notice by itself that a stop does not get
-# on, and to say who is waited for.
+# Seconds that the launcher leaves the agent to notice by itself that a stop makes no
+# progress, and to report which role it waits for.
 AGENT_FIRST = 10.0
 
 log = logging.getLogger("embodied.run")
@@ -63,8 +63,8 @@ def combined(
     Raises:
       RunFailed: a role has failed for good; names it, with its traceback.
       RunStalled: nothing has progressed for `args.stall_timeout`.
-      StopTimeout: the end could not be saved, as somebody does not answer.
-      ReplicaLost: another replica of several is gone: start all of them again.
+      StopTimeout: the end could not be saved, as a role does not answer.
+      ReplicaLost: another replica is gone; all of them have to be started again.
       RoleError: the arguments do not fit together.
     """
     settings = prepare(RunSettings.from_args(args))
@@ -109,7 +109,7 @@ def _run_roles(
     settings: RunSettings,
     stop: threading.Event,
 ) -> None:
-    """Supervises the roles that a function adds, until the agent ends well."""
+    """Supervises the roles that a function adds, until the agent ends the run."""
     done = threading.Event()
     with watch_replicas(settings, on_lost=done.set) as report_failure:
 
@@ -162,8 +162,8 @@ def _add_process(
     supervisor.add(
         role,
         role,
-        lambda: Process(function, *arguments, name=role),
-        # It ends well when somebody else ends it, and is needed all the same.
+        lambda: Process(function, *arguments, name=role, shielded=True),
+        # Even if it was ended from outside, without an error, the run needs it.
         RestartPolicy(settings.restarts[role], restart_on_success=True),
     )
 
@@ -188,7 +188,7 @@ def _before_restart(
     name: str,
     error: WorkerError | None,
 ) -> None:
-    """Logs why a role is restarted; raises its error if the run was to end."""
+    """Logs why a role is restarted; raises the agent's error if the run is to stop."""
     if done.is_set():
         return
     if stop.is_set() and name == "agent" and error is not None:
@@ -200,10 +200,10 @@ def _before_restart(
 def _bounded_stop(
     settings: RunSettings, stop: threading.Event, done: threading.Event
 ) -> Iterator[None]:
-    """Ends a stop of the body, by `done`, that even the agent does not end.
+    """Sets `done` if a stop makes no progress and the agent does not end by itself.
 
     Raises:
-      StopTimeout: it was so.
+      StopTimeout: after the body, if that was the case.
     """
     seconds, late = settings.stop_timeout + AGENT_FIRST, threading.Event()
 
@@ -218,11 +218,11 @@ def _bounded_stop(
 
 
 def _save_first(stop: threading.Event, done: threading.Event, error: RunFailed) -> None:
-    """Lets the agent save what it has learned before a run ends for its envs."""
+    """Lets the agent save before the run ends because an env worker has failed."""
     if error.role == "env" and not stop.is_set():
         log.warning("Worker %s failed for good. Saving before the end ...", error.name)
         stop.set()
-        done.wait()  # Which comes at the latest when the stop does not get on.
+        done.wait()  # Set at the latest by `_bounded_stop`.
 
 
 def _tell_restart(settings: RunSettings, name: str, error: WorkerError | None) -> None:

@@ -26,10 +26,10 @@ from embodied.run.parallel.stopping import StopDeadline, StopTimeout
 from embodied.run.settings import RunSettings
 from embodied.run.usage import Usage
 
-AHEAD = 3  # Calls for batches that are open beside those that wait on the device.
+AHEAD = 3  # Batches requested in advance, beside those that wait on the device.
 INFLIGHT = 8  # Updates of the replay that may be on their way.
 END_SECONDS = 60.0  # For the actor to end after the learner.
-END_ATTEMPTS = 2  # Saves of the end: a role may be restarted during the first.
+END_ATTEMPTS = 2  # Of the last save: a role may be restarted during the first.
 
 logger = logging.getLogger("embodied.run")
 
@@ -43,8 +43,8 @@ class Learner:
       replay: client of the replay: `update` and, for reports, `sample_batch_…`.
       logger: client of the logger: `add`.
       settings: sizes of batches and reports.
-      stream_wait: share of the time that the stream has waited for the replay.
-      stream_stats: of the connection that the batches come over.
+      stream_wait: returns the share of time that the stream waited for the replay.
+      stream_stats: returns statistics of the connection that delivers the batches.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Learner:
         self._waiting = wiring.TimeShare()
         self._training = wiring.TimeShare()
         self._counted = (time.monotonic(), 0)
-        self._results = wiring.Results(self._not_taken)
+        self._results = wiring.PendingCalls(self._not_taken)
 
     def step(self) -> None:
-        """Makes one update; StopIteration if there are no batches any more."""
+        """Makes one update; raises StopIteration if there are no more batches."""
         with self._waiting:
             batch = next(self._batches)
         if not self.updates:
@@ -88,7 +88,7 @@ class Learner:
         self._means.add(metrics)
 
     def flush(self) -> None:
-        """Waits for the update that the agent is still working on, if it does."""
+        """Waits for the last update, if the agent makes updates in the background."""
         if hasattr(self._agent, "flush"):
             outputs, metrics = self._agent.flush()
             self._give_back(outputs)
@@ -135,7 +135,7 @@ class Learner:
         )
 
     def _begin(self) -> None:
-        """Counts from here on: before, the replay was filled, the update compiled."""
+        """Restarts measurements: the time so far went into filling and compiling."""
         for share in (self._waiting.share, self._training.share, self._stream_wait):
             share()
         self._counted = (time.monotonic(), self.updates)
@@ -226,7 +226,7 @@ def run_learner(
         over.opened(stream)
         batches = agent.stream(stream)
         stack.callback(getattr(batches, "close", lambda: None))
-        stack.callback(stream.close)  # Before the other, which waits for it.
+        stack.callback(stream.close)  # Runs before the one above, which waits for it.
         learner = Learner(
             *(agent, iter(batches), replay, log, settings),
             stream_wait=stream.waiting.share,
@@ -257,7 +257,7 @@ def _watch_stop(
     rendezvous: Rendezvous,
     conductor: Conductor,
 ) -> StopDeadline:
-    """Has the agent fail if its last save does not get on."""
+    """Makes the agent fail if its last save makes no progress."""
     seconds, logdir = settings.stop_timeout, settings.logdir
 
     def give_up() -> None:
@@ -267,7 +267,7 @@ def _watch_stop(
 
 
 def _connect(replay: Any, log: Any, replicas: Replicas, stop: threading.Event) -> bool:
-    """Waits for replay, logger and the other replicas; False if told to stop."""
+    """Waits for replay, logger and other replicas; returns False if told to stop."""
     for client, whom in ((replay, "replay"), (log, "logger")):
         if not wiring.connect(client, "The learner", whom, stop.is_set):
             return False
@@ -283,7 +283,7 @@ def _train(
     stepped: Iterable[Callable[[], None]],
     clock: Any,
 ) -> None:
-    """The learner's loop; `clock` gives all replicas the same decisions."""
+    """Runs the learner's loop; `clock` gives all replicas the same decisions."""
     should_log = GlobalClock(settings.log_every, client=clock, name="log")
     should_report = GlobalClock(settings.report_every, client=clock, name="report")
     should_save = GlobalClock(settings.save_every, client=clock, name="save")
@@ -296,16 +296,16 @@ def _train(
             note()
         if should_report():
             learner.report("report", over.opened)
-            # Replicas that have no evaluation steps yet would be out of step.
+            # Replicas without evaluation steps yet would get out of step with others.
             if settings.eval_envs and clock is None:
                 learner.report("eval", over.opened)
         if should_log():
             learner.log()
-        # One that is still being written when the next is due stands for both.
+        # Skip a save that is due while the previous one is still being written.
         if should_save() and (settings.save_every < 0 or clock or not conductor.busy):
             conductor.save(learner.updates)
     if rendezvous.broken:
-        return  # What the other side has left is not known: the last save stands.
+        return  # The state of the other side is not known: the last save stands.
     learner.flush()
     learner.log()
     for _ in range(END_ATTEMPTS):
@@ -327,7 +327,7 @@ class RemoteStream(Stream):
     Args:
       client: connection to the replay role.
       source: 'train', 'report' or 'eval'.
-      ahead: calls that are open beside the one that is waited for.
+      ahead: calls that are open beside the one being waited for.
       count: batches after which the stream ends; None for no end.
     """
 
@@ -365,7 +365,7 @@ class RemoteStream(Stream):
         """Returns nothing: batches are drawn at random, and have no position."""
 
     def load(self, data: Tree) -> None:
-        """Goes on as before."""
+        """Does nothing, as there is no position to restore."""
 
     def close(self) -> None:
         """Ends the stream."""
@@ -373,11 +373,11 @@ class RemoteStream(Stream):
         self._wake.set()
 
     def _ask(self, number: int) -> None:
-        # The number lets the replay tell what was drawn from what was trained on.
+        # The number lets the replay distinguish drawn batches from trained ones.
         self._open.append((number, self._client.call(self._method, number)))
 
     def _ask_again(self) -> None:
-        """Replaces calls to a replay that was restarted; in their order."""
+        """Repeats calls that failed because the replay restarted, in their order."""
         calls, self._open = self._open, deque()
         for number, future in calls:
             failed = future.done() and isinstance(future.exception(0), Disconnected)
@@ -387,9 +387,9 @@ class RemoteStream(Stream):
                 self._open.append((number, future))
 
     def _wait(self, future: Any) -> bool:
-        """Waits for a call; False if the stream is closed meanwhile."""
+        """Waits for a call; returns False if the stream is closed meanwhile."""
         self._wake.clear()
-        if self.closed:  # Looked at after the clear, which would undo its wake-up.
+        if self.closed:  # Checked after the clear, which may undo its wake-up.
             return False
         future.add_callback(lambda _: self._wake.set())
         with self.waiting:
@@ -402,7 +402,7 @@ class _RunEnd:
 
     Args:
       stop: set when the run is over.
-      rendezvous: a failure of the actor is the end, too.
+      rendezvous: a failure of actor or learner ends the run, too.
       duration: seconds; 0 for no limit.
       replicas: which end together, each after the same update.
     """
@@ -420,6 +420,7 @@ class _RunEnd:
         self._lock = threading.Lock()  # Guards the streams.
         self._streams: list[RemoteStream] = []
         self._watch = threading.Thread(target=self._run, name="over", daemon=True)
+        self._rendezvous = rendezvous
         rendezvous.on_failure(stop.set)
 
     def __enter__(self) -> _RunEnd:
@@ -446,17 +447,22 @@ class _RunEnd:
         ask().add_callback(answered)
 
     def opened(self, stream: RemoteStream) -> None:
-        """Closes a stream when the run is over."""
+        """Registers a stream to be closed when the run is over."""
         with self._lock:
             self._streams = [x for x in self._streams if not x.closed] + [stream]
-        if self._stop.is_set() and self._replicas.alone:
+        if self._stop.is_set() and self._ends_at_once:
             stream.close()
+
+    @property
+    def _ends_at_once(self) -> bool:
+        """Whether no update follows; replicas may make another, which needs batches."""
+        return self._replicas.alone or self._rendezvous.broken
 
     def _run(self) -> None:
         self._stop.wait(self._duration or None)
         self._stop.set()
-        if not self._replicas.alone:
-            return  # The others may have another update to make, which needs batches.
+        if not self._ends_at_once:
+            return
         with self._lock:
             for stream in self._streams:
                 stream.close()

@@ -1,7 +1,7 @@
-"""Tells the logger every second how roles are, for `live.json`. Any process with roles.
+"""Reports the state of roles to the logger every second. Any process with roles.
 
-Metrics come every `log_every` seconds; these reports come beside them, and take nothing
-away from them.
+The logger writes it to `live.json`. Metrics are sent every `log_every` seconds; these
+reports are separate, and do not affect what the metrics count.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger("embodied.run")
 
 
 class HopRates:
-    """Rates of the last seconds of what travels between roles. Belongs to one thread.
+    """Recent rates of the traffic between roles. Belongs to one thread.
 
     Args:
       ends: clients and servers by name; they have `totals`.
-      counters: return counts of other things, by name.
+      counters: functions that return other counts, by name.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ def report_hops(
 def tell_logger(
     settings: RunSettings, name: str, tell: Callable[[Any], Iterable[Any]]
 ) -> Iterator[None]:
-    """Calls a function every second within the body, in a thread, while it is heard.
+    """Calls `tell` in a thread every second within the body, while a logger listens.
 
     Args:
       settings: where the logger is.
       name: of the thread and of the connection.
       tell: calls methods of the client that it is given, and returns their futures.
     """
-    if wiring.AUTO in str(settings.logger_addr):  # A host that was not told.
+    if wiring.AUTO in str(settings.logger_addr):  # It is not known.
         yield
         return
     stop = threading.Event()
@@ -112,14 +112,14 @@ def _tell(
     tell: Callable[[Any], Iterable[Any]],
     stop: threading.Event,
 ) -> None:
-    results = wiring.Results(
+    results = wiring.PendingCalls(
         lambda _, error: logger.warning("The logger took no report: %s", error)
     )
     try:
         with wiring.make_client(settings.logger_addr, name, settings) as client:
             while not stop.wait(LIVE_SECONDS):
                 results.check()
-                # Not while the last report is open: nobody waits for a logger here.
+                # Not while the last report is open, so that this never waits for it.
                 if results.all_done and client.connected:
                     for future in tell(client):
                         results.add(future)

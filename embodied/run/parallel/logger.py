@@ -16,6 +16,7 @@ import numpy as np
 from embodied.base import Array
 from embodied.clock import LocalClock
 from embodied.episodes import Episodes
+from embodied.logger import StepCount, rewind
 from embodied.rpc import Unanswered
 from embodied.run.console import show_messages, stop_on_signals
 from embodied.run.live import (
@@ -29,7 +30,7 @@ from embodied.run.live import (
 from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import NAMES, UPDATES, find_bottleneck
 from embodied.run.parallel.conductor import RoleCheckpoint
-from embodied.run.saving import LOGGER, StepCount, rewind
+from embodied.run.saving import LOGGER
 from embodied.run.settings import RunSettings
 from embodied.run.usage import Usage
 
@@ -39,8 +40,8 @@ SCORE = "episode/score"
 LIVE_METRICS = (
     *("server/", "client/", "usage/", "timer/", "fps/", "parallel/", "replay/"),
 )
-HOST_SECONDS = 10.0  # Without a word, after which a host counts as gone.
-LONGEST_PAUSE = 10.0  # Seconds without steps of any env that count as time.
+HOST_SECONDS = 10.0  # Without a report, after which a host counts as gone.
+LONGEST_PAUSE = 10.0  # Maximum seconds that a pause of all envs counts.
 
 log = logging.getLogger("embodied.run")
 
@@ -49,7 +50,7 @@ class StepTime:
     """Clock that stands still while no environment makes steps.
 
     An env that stays away while others step is given up. While the learner compiles,
-    or the replay is away, none steps, and none is to blame.
+    or the replay is away, no env can step, and none is given up.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -58,21 +59,21 @@ class StepTime:
         self._seconds = 0.0
 
     def __call__(self) -> float:
-        """Returns the seconds until the last step."""
+        """Returns the seconds counted up to the last step."""
         return self._seconds
 
     def step(self) -> None:
-        """Notes that there were steps."""
+        """Records that steps were made."""
         now = self._clock()
         self._seconds += min(now - self._stepped, LONGEST_PAUSE)
         self._stepped = now
 
 
 class LoggerRole:
-    """The logger role without its server. Threads: `_lock` guards all of it.
+    """The logger role without its server. Thread-safe: `_lock` guards all state.
 
     Args:
-      logger: `add`, `write`, `close` and a counter `step`.
+      logger: has `add`, `write`, `close` and a counter `step`.
       settings: `episode_timeout`, `log_every`, `actor_threads` and `usage`.
       clock: in seconds.
     """
@@ -92,12 +93,12 @@ class LoggerRole:
         self._actor_threads = settings.actor_threads
         self._lock = threading.Lock()
         self._counted = threading.Condition(self._lock)
-        self._reported: dict[str, float] = {}  # The newest of every role.
-        self._told: set[str] = set()  # Bottlenecks that a person has read about.
+        self._reported: dict[str, float] = {}  # Newest values of NAMES.
+        self._told: set[str] = set()  # Bottlenecks that were printed.
         self._steps = 0
         self._since = time.monotonic()
         self._closed = False
-        self._counted_steps = 0  # By this process, with which rates are measured.
+        self._counted_steps = 0  # By this process, for rates.
         self._rate = Rate()
         self._scores: collections.deque[tuple[int, float]] = collections.deque(
             maxlen=LIVE_SCORES
@@ -120,7 +121,7 @@ class LoggerRole:
                     self._newest[name] = value
             self._reported_at = time.time()
             self._logger.add(metrics)
-            # The first batch and the first update are news.
+            # The first batch and the first update are written at once.
             if self._reported.get(UPDATES) != phase and not phase:
                 self._logger.add({BOTTLENECK: find_bottleneck(self._reported)})
                 self._logger.write()
@@ -153,7 +154,7 @@ class LoggerRole:
             return int(self._logger.step)
 
     def tell_roles(self, text: str) -> None:
-        """Takes the state of the roles that a supervisor has, every second.
+        """Receives the state of a supervisor's roles, every second.
 
         Args:
           text: JSON: `host`, `pid`, and `roles` by name.
@@ -162,11 +163,11 @@ class LoggerRole:
         name = f"{told['host']} ({told['pid']})"
         with self._lock:
             if name not in self._hosts:
-                note_event(HOST, f"Host {name} has come.", host=told["host"])
+                note_event(HOST, f"Host {name} connected.", host=name)
             self._hosts[name] = {"time": time.time(), "roles": told["roles"]}
 
     def tell_hops(self, text: str) -> None:
-        """Takes what travels to and from a role, every second.
+        """Receives the rates of traffic to and from a role, every second.
 
         Args:
           text: JSON: `role`, `hops` by name of the connection, and `rates`.
@@ -182,7 +183,7 @@ class LoggerRole:
             for name, host in list(self._hosts.items()):
                 if now - host["time"] > HOST_SECONDS:
                     del self._hosts[name]
-                    note_event(HOST, f"Host {name} has gone.", host=name)
+                    note_event(HOST, f"Host {name} disconnected.", host=name)
             told = [x for x in self._hops.values() if now - x["time"] <= HOST_SECONDS]
             rates = {"env": self._rate(self._counted_steps)}
             for role in told:
@@ -204,10 +205,10 @@ class LoggerRole:
             }
 
     def wait_step(self, step: int) -> int:
-        """Returns when so many steps are counted.
+        """Waits until `step` steps are counted; returns the count.
 
         Raises:
-          Unanswered: the role is closed before.
+          Unanswered: the role was closed before.
         """
         with self._counted:
             self._counted.wait_for(
@@ -224,7 +225,7 @@ class LoggerRole:
             return self._count.save()
 
     def load(self, data: dict[str, Any]) -> None:
-        """Goes on counting from a saved state, and takes back what came after it."""
+        """Continues from a saved state, and removes what was logged after it."""
         with self._lock:
             self._count.load(data)
             rewind(self._logger)
@@ -253,12 +254,12 @@ class LoggerRole:
         now = time.monotonic()
         elapsed, self._since = now - self._since, now
         steps, self._steps = self._steps, 0
-        if steps:  # Else rates of zero would end every curve.
+        if steps:  # Otherwise every curve would end with zero.
             self._logger.add({"fps/env": steps / max(1e-9, elapsed)})
         self._logger.add(self._episodes.result())
         self._logger.add(self._usage.result(), prefix="usage/logger")
         line = find_bottleneck(self._reported, self._actor_threads)
-        # Without steps nobody knows who is slow, but a phase is known: compiling, say.
+        # Without steps the bottleneck is unknown, but not the phase, such as compiling.
         if self._reported and (steps or ":" not in line):
             self._bottleneck = line
             self._logger.add({BOTTLENECK: line})
@@ -266,7 +267,7 @@ class LoggerRole:
         self._logger.write()
 
     def _tell(self, line: str, rate: float) -> None:
-        """Prints who holds the run back; once, where a terminal shows the rest."""
+        """Prints the bottleneck; only once where a terminal shows the metrics."""
         role, colon, _ = line.partition(":")
         note = f"Bottleneck: {line}." if colon else f"Now: {line}."
         if not getattr(self._logger, "has_terminal", False):
@@ -315,7 +316,7 @@ def serve(role: LoggerRole, settings: RunSettings, stop: threading.Event) -> Non
     server.bind("tell_roles", role.tell_roles)
     server.bind("tell_hops", role.tell_hops)
     every = max(1.0, settings.log_every) if settings.log_every else None
-    first = settings.replica == 0  # Whose figures are those of the run.
+    first = settings.replica == 0  # Its figures stand for the run.
     live = LiveFile(settings.logdir, role.live) if first else contextlib.nullcontext()
     with live, server:
         while not stop.wait(every):

@@ -1,7 +1,7 @@
 """Checks the observations of workers before the policy sees them. Agent process.
 
-What is wrong with them is told to the worker; whatever the policy raises after that is
-the agent's own failure.
+Errors that are found here are sent to the worker; whatever the policy raises after that
+is the agent's own failure.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from embodied.space import Space
 MARKS = {"envid": Space(np.int32), "is_eval": Space(bool)}
 
 SAME_TASK = "Do the worker and the agent have the same --task?"
-MAX_KNOWN = 1024  # Batches that look different and were found to fit.
+MAX_KNOWN = 1024  # Remembered layouts of batches that were found to fit.
 _LOOKS = operator.attrgetter("dtype", "shape")
 
 Expected = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 class ObservationError(ValueError):
-    """A worker sent what the agent has no use for, or the other way round."""
+    """Observations do not fit the agent, or its actions do not fit the worker."""
 
 
 class ObservationCheck:
     """Compares observations with the agent's spaces. Any thread.
 
-    An agent without the attribute `obs_space` expects what its policy took first.
+    For an agent without the attribute `obs_space`, the first observations that its
+    policy accepts define what is expected.
 
     Args:
       agent: whose policy will get them.
@@ -41,7 +42,7 @@ class ObservationCheck:
         spaces = getattr(agent, "obs_space", None)
         self._expected = _fields({**SIGNALS, **MARKS})
         self._complete = spaces is not None
-        self._known: set[tuple] = set()  # How batches look that fit.
+        self._known: set[tuple] = set()  # Layouts of batches that fit.
         if spaces is not None:
             self._expected |= _fields(spaces)
 
@@ -58,7 +59,7 @@ class ObservationCheck:
             self._known.add(looks)
 
     def accepted(self, obs: dict[str, Array]) -> None:
-        """Takes note of what the policy took."""
+        """Records observations that the policy has accepted."""
         if not self._complete:
             given = {k: v for k, v in obs.items() if not k.startswith("log/")}
             fields = {k: (v.dtype, v.shape[1:]) for k, v in given.items()}

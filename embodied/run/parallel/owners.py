@@ -1,14 +1,14 @@
 """Ownership of envs by workers. Agent process, the loop thread of the actor's server.
 
-Steps of one env that two workers take in turn would be stored as one episode. So every
-env id has one owner: the client that named it in its HELLO. A client that names an id
-of another one is let in
+If two workers stepped the same env, their steps would be stored as one episode. So
+every env id has one owner: the client that named it in its HELLO. Another client that
+names the same id is admitted
 
-- at once, if both have one supervisor, which has ended the other worker before;
-- when the owner has gone, if nothing is heard of it: it may have been killed;
-- never, if the owner is heard of meanwhile.
+- at once, if both have the same supervisor, which has ended the other worker before;
+- when the owner is gone, if nothing is heard from it: it may have been killed;
+- never, if the owner is heard from meanwhile.
 
-A client that was silent for a while, as one behind a network that was down, goes on
+A client that was silent for a while, for example because its network was down, goes on
 where it was if it still owns its envs: it has made no step meanwhile.
 """
 
@@ -22,30 +22,30 @@ from typing import Any
 
 from embodied.rpc import WireError
 
-ENVIDS, SUPERVISOR = "envids", "supervisor"  # Keys of what a worker tells in its HELLO.
-ASKED_SECONDS = 60.0  # After which a client that was not let in is forgotten.
+ENVIDS, SUPERVISOR = "envids", "supervisor"  # Keys of a worker's info in its HELLO.
+ASKED_SECONDS = 60.0  # After which a client that was not admitted is forgotten.
 MAX_ENVID = 1 << 31
-NOTE_SECONDS = 10.0  # Until it is said that somebody is away; then each time twice.
+NOTE_SECONDS = 10.0  # Until an absence is reported; then it doubles each time.
 LOOK_SECONDS = 1.0
 
 logger = logging.getLogger("embodied.run")
 
 
 def worker_info(envids: Any, supervisor: str) -> dict[str, Any]:
-    """Returns what a worker, or a host, tells the actor's server in its HELLO."""
+    """Returns the info that a worker, or a host, sends to the actor in its HELLO."""
     return {ENVIDS: [int(envid) for envid in envids], SUPERVISOR: supervisor}
 
 
 class Owners:
-    """The clients of a server by env id.
+    """The clients of a server that own env ids.
 
     Args:
       sessions: of the server.
-      on_leave: called with env ids whose owner has gone, perhaps to come back.
-      on_free: called with env ids that another client has now.
+      on_leave: called with env ids whose owner is gone; it may come back.
+      on_free: called with env ids that another client owns now.
 
     Attributes:
-      absences: of the clients that have gone. Any thread.
+      absences: of the clients that are gone. Any thread.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Owners:
         self._on_leave = on_leave
         self._on_free = on_free
         self._owners: dict[int, Any] = {}
-        self._away: dict[int, Any] = {}  # The last owners of other env ids.
-        self._asked: dict[bytes, float] = {}  # When clients that wait came first.
+        self._away: dict[int, Any] = {}  # The last owners of env ids without one.
+        self._asked: dict[bytes, float] = {}  # When waiting clients first asked.
         sessions.admit = self.admit
         sessions.on_leave.append(self.leave)
 
     def admit(self, session: Any) -> bool:
-        """Gives a client the env ids that it names; False if it has to wait for them.
+        """Gives a client the env ids that it names; returns False if it has to wait.
 
         Raises:
-          WireError: one of them belongs to a client that lives.
+          WireError: one of them belongs to a client that is alive.
         """
         envids, supervisor = read_info(session.info)
         before = []
@@ -90,16 +90,16 @@ class Owners:
         return True
 
     def owns(self, envid: int) -> bool:
-        """Tells whether a client has named an env id. Any thread."""
+        """Returns whether a client owns an env id. Any thread."""
         return envid in self._owners
 
     def env_ids(self) -> list[int]:
-        """Returns the env ids that clients have. Any thread."""
+        """Returns the env ids that clients own. Any thread."""
         envids = list(self._owners)  # Copied at once: the loop thread changes them.
         return sorted(envids)
 
     def leave(self, session: Any) -> None:
-        """Notes that a client has gone; those of its envs that it had still are away.
+        """Marks the envs that a client still owned as away, since it is gone.
 
         They are not free yet: the client may come back.
         """
@@ -112,7 +112,7 @@ class Owners:
             self._on_leave(gone)
 
     def _ask(self, session: Any, envid: int, owner: Any) -> bool:
-        """Waits for a sign of life of the owner."""
+        """Returns False until a sign of life of the owner, then raises WireError."""
         now = time.monotonic()
         self._asked = {x: t for x, t in self._asked.items() if now - t < ASKED_SECONDS}
         asked = self._asked.setdefault(session.client, now)
@@ -128,7 +128,7 @@ class Owners:
 
 
 class Absences:
-    """Says who is away and since when, once that lasts. Threads: `_lock` guards all.
+    """Reports long absences of envs and roles. Thread-safe: `_lock` guards all state.
 
     Args:
       clock: in seconds.
@@ -137,26 +137,26 @@ class Absences:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._lock = threading.Lock()
-        # By env id or name: since when, and the seconds after which it is said next.
+        # By env id or name: since when, and after how many seconds to report it next.
         self._away: dict[int | str, tuple[float, float]] = {}
         self._back: dict[int | str, float] = {}  # Seconds for which they were away.
 
     def begin(self, who: Iterable[int | str], seconds: float = 0.0) -> None:
-        """Notes who is away, and for how long already."""
+        """Records who is away, and for how long already."""
         with self._lock:
             for name in who:
                 self._away.setdefault(name, (self._clock() - seconds, NOTE_SECONDS))
 
     def end(self, who: Iterable[int | str]) -> None:
-        """Notes who is back."""
+        """Records who is back."""
         with self._lock:
             for name in who:
                 since, due = self._away.pop(name, (0.0, NOTE_SECONDS))
-                if due > NOTE_SECONDS:  # It was said that it is away.
+                if due > NOTE_SECONDS:  # Its absence was reported.
                     self._back[name] = self._clock() - since
 
     def notes(self) -> list[str]:
-        """Returns what is to be said now."""
+        """Returns the messages that are due now."""
         with self._lock:
             now, lines, due_now = self._clock(), [], False
             for name, (since, due) in self._away.items():
@@ -169,8 +169,8 @@ class Absences:
                 age = max(late.values())
                 start = time.strftime("%H:%M:%S", time.localtime(time.time() - age))
                 lines.append(
-                    f"Nothing is heard of {_listed(late)} since {start}, {age:.0f} s "
-                    "ago. The run goes on with the others, and when they are back."
+                    f"No contact with {_listed(late)} since {start}, {age:.0f} s ago. "
+                    "The run goes on with the others until they are back."
                 )
             if self._back:
                 seconds = max(self._back.values())
@@ -182,12 +182,12 @@ class Absences:
 def tell_absences(
     absences: Absences, clients: dict[str, Any], left: threading.Event
 ) -> None:
-    """Logs who is away, of envs and of the roles that are called, until `left` is set.
+    """Logs which envs and which called roles are away, until `left` is set.
 
     Args:
-      absences: of the envs.
+      absences: of the envs; those of the roles are added.
       clients: connections to other roles, by name.
-      left: ends it.
+      left: ends the loop.
     """
     connected: set[str] = set()
     while not left.wait(LOOK_SECONDS):
@@ -195,14 +195,14 @@ def tell_absences(
             if getattr(client, "connected", True):
                 connected.add(name)
                 absences.end([name])
-            elif name in connected:  # Before, it is said by who waits for the start.
+            elif name in connected:  # Before, whoever waits for its start logs it.
                 absences.begin([name])
         for line in absences.notes():
             logger.warning(line)
 
 
 def _listed(who: Iterable[int | str]) -> str:
-    """Returns names, and env ids as ranges."""
+    """Returns a list of names, and of env ids as ranges, as text."""
     names = sorted(x for x in who if isinstance(x, str))
     ranges: list[list[int]] = []
     for envid in sorted(x for x in who if not isinstance(x, str)):
@@ -215,10 +215,10 @@ def _listed(who: Iterable[int | str]) -> str:
 
 
 def read_info(info: Any) -> tuple[list[int], str]:
-    """Returns the env ids and the supervisor that a HELLO names; none are fine, too.
+    """Returns the env ids and the supervisor in a HELLO; both may be missing.
 
     Raises:
-      WireError: it is not what `worker_info` returns.
+      WireError: the info is not what `worker_info` returns.
     """
     if info is None:
         return [], ""

@@ -1,4 +1,4 @@
-"""Begin, end and failure of actor and learner together. Agent process."""
+"""Synchronises start, end and failure of actor and learner. Agent process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class _Shared:
     callbacks: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
 
-# The sides have nothing in common but the barrier, which the caller has made.
+# By barrier, which the caller has made, and which is all that the sides share.
 _SHARED: weakref.WeakKeyDictionary[threading.Barrier, _Shared]
 _SHARED = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()  # Guards the dictionary, and all failures.
+_LOCK = threading.Lock()  # Guards changes of the dictionary, failures, callbacks.
 
 
 class Rendezvous:
-    """One thread's side of a barrier of two that actor and learner meet at twice.
+    """One side of a two-party barrier at which actor and learner meet twice.
 
         with rendezvous:
           rendezvous.meet()            # When both may begin.
@@ -35,12 +35,12 @@ class Rendezvous:
             ...
           rendezvous.meet()            # When the run is over.
 
-    Whoever fails breaks the barrier, and the other one fails with the same error. The
-    first time they may not meet at all: the learner calls it off if it is told to end
-    before.
+    A side that fails breaks the barrier, and the other one fails because of the same
+    error. The first meeting may not take place: the learner calls it off if it is told
+    to end before.
 
     Args:
-      barrier: of two, new.
+      barrier: of two parties, not used before.
       name: of this side.
       other: of the other side.
     """
@@ -65,12 +65,12 @@ class Rendezvous:
 
     @property
     def broken(self) -> bool:
-        """Whether the other side has failed."""
+        """Whether a side has failed, timed out, or called off the meeting."""
         return self._barrier.broken
 
     @property
     def abandoned(self) -> bool:
-        """Whether all is to end at once."""
+        """Whether all sides are to end at once, without waiting."""
         return self._shared.abandoned
 
     @property
@@ -79,11 +79,11 @@ class Rendezvous:
         return self._shared.failure[1] if self._shared.failure else None
 
     def meet(self, timeout: float | None = None) -> bool:
-        """Waits for the other side; False if that has called it off.
+        """Waits for the other side; returns False if that has called off the meeting.
 
         Raises:
           RuntimeError: the other side has failed, with its error as the cause.
-          TimeoutError: it did not come in time; it fails when it does.
+          TimeoutError: the other side did not come in time; it fails when it comes.
         """
         with contextlib.suppress(threading.BrokenBarrierError):
             self._barrier.wait(timeout)
@@ -101,9 +101,9 @@ class Rendezvous:
         self.meet()
 
     def on_failure(self, callback: Callable[[], None]) -> None:
-        """Has a function called, by the thread that fails, if either side does.
+        """Registers a callback, called by the failing thread if either side fails.
 
-        It may be called twice.
+        If a side has failed before, it is called at once. It may be called twice.
         """
         with _LOCK:
             self._shared.callbacks.append(callback)
@@ -120,12 +120,12 @@ class Rendezvous:
             callback()
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Fails, and has the other sides wait for nothing any more."""
+        """Fails, and tells the other sides to end without waiting."""
         self._shared.abandoned = True
         self.fail(error or RuntimeError("The run was ended."))
 
     def call_off(self) -> None:
-        """Leaves well before both have met."""
+        """Calls off the first meeting, without a failure."""
         self._shared.called_off = True
         self._barrier.abort()
 

@@ -1,7 +1,8 @@
 """The replay role: stores transitions and samples batches. Replay process.
 
-Threads of the server: one stores, one samples for training, one for reports, one
-refreshes latents, and one saves. The thread that serves tells statistics.
+Threads of the server: one each to store, to sample for training, for reports and for
+evaluation, to refresh latents, to take back updates, and to save. The thread that runs
+`serve` sends statistics.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,12 @@ from embodied.run.console import show_messages, stop_on_signals
 from embodied.run.live import record_events
 from embodied.run.parallel import wiring
 from embodied.run.parallel.conductor import RoleCheckpoint
+from embodied.run.saving import load_files
 from embodied.run.settings import RunSettings
 from embodied.run.training_run import EVAL_REPLAY, LIMITER, TRAIN_REPLAY, make_limiter
 from embodied.run.usage import Usage
 
-OPEN_CALLS = 16  # For batches that a learner has open at once, and may lose.
+OPEN_CALLS = 16  # Maximum calls for batches that a learner has open, and may lose.
 SMALLEST_FILLING = 10.0  # Seconds between notes on how full the replay is.
 
 logger = logging.getLogger("embodied.run")
@@ -38,14 +41,14 @@ MakeStream = Callable[[Replay, str], Stream]
 class ReplayRole:
     """The replay role without its server.
 
-    Each method of the server belongs to one thread at a time. Two locks, which a save
-    takes both, in this order, and which nobody holds while it waits for the limiter:
-    `_storing` keeps the replays and the limiter's inserts at the same step, `_drawing`
-    the limiter's samples and the batches that were drawn.
+    Each method of the server belongs to one thread at a time. There are two locks:
+    `_storing` keeps the replays consistent with the limiter's inserts, and `_drawing`
+    the limiter's samples with the batches that were drawn. A save takes both, in this
+    order, and no thread holds one of them while it waits for the limiter.
 
     Args:
-      train: stores what training envs do.
-      evaluation: stores what evaluation envs do.
+      train: stores the steps of training envs.
+      evaluation: stores the steps of evaluation envs.
       make_stream: makes the stream of a replay and a mode.
       settings: `train_ratio` and the sizes of batches.
     """
@@ -63,22 +66,22 @@ class ReplayRole:
             replay.use_context(settings.replay_context)
         self._batch = settings.batch_size
         self.limiter = make_limiter(settings)
+        self._make_stream = make_stream
+        self._sources = {"train": train, "report": train, "eval": evaluation}
         self._streams = {
-            "train": make_stream(train, "train"),
-            "report": make_stream(train, "report"),
-            "eval": make_stream(evaluation, "eval"),
+            mode: make_stream(replay, mode) for mode, replay in self._sources.items()
         }
         self._storing = threading.Lock()
         self._drawing = threading.Lock()
         self._drawn = 0  # Training batches that the learner has been given.
-        # Samples in the weights of the learner when it started; None if it was there
-        # before this role.
+        # Samples that the learner's weights contained when it started; None if it
+        # started before this role.
         self._base: int | None = None
         self._limited = wiring.TimeShare()
         self._sampling = wiring.TimeShare()
         self._inserting = wiring.TimeShare()
         self._start = settings.batch_size * settings.batch_length
-        self._told = False  # Whether it was said that training begins.
+        self._told = False  # Whether the start of training was logged.
         self._note = LocalClock(SMALLEST_FILLING)
 
     def add_batch(self, transitions: dict[str, Array]) -> None:
@@ -89,21 +92,21 @@ class ReplayRole:
         rows = np.flatnonzero(is_eval)
         if len(rows):
             with self._inserting, self._storing:
-                self._eval.add_batch(_take(steps, rows, len(envids)), envids[rows])
+                self._store(self._eval, steps, envids, rows)
         rows = np.flatnonzero(~is_eval)
         if not len(rows):
             return
         if not self.limiter.wait_insert(len(rows)):
             raise Unanswered("The replay is closing.")
         with self._inserting, self._storing:
-            self._train.add_batch(_take(steps, rows, len(envids)), envids[rows])
+            self._store(self._train, steps, envids, rows)
             self.limiter.insert(len(rows))
             self.limiter.available(len(self._train), self._train.full)
         if not self._told:
             self._tell_filling()
 
     def sample_batch_train(self, number: int | None = None) -> dict[str, Array]:
-        """Returns a batch to train on, as soon as the limiter lets it.
+        """Returns a batch to train on, as soon as the limiter allows it.
 
         Args:
           number: how many batches the learner had asked for before.
@@ -113,29 +116,28 @@ class ReplayRole:
                 raise Unanswered("The replay is closing.")
         with self._drawing:
             self._count_drawn(number)
-        with self._sampling:
-            return next(self._streams["train"])
+        return self._sample("train", number)
 
     def sample_batch_report(self, number: int | None = None) -> dict[str, Array]:
         """Returns a batch of training steps for a report; empty if there are none."""
-        return self._sample("report", self._train)
+        return self._sample("report", number) if len(self._train) else {}
 
     def sample_batch_eval(self, number: int | None = None) -> dict[str, Array]:
         """Returns a batch of evaluation steps; empty if there are none."""
-        return self._sample("eval", self._eval)
+        return self._sample("eval", number) if len(self._eval) else {}
 
     def update(self, data: dict[str, Array]) -> None:
         """Refreshes latents and priorities in the train replay."""
         self._train.update(data)
 
     def begin_training(self, saved: str) -> None:
-        """Takes back the samples that a learner which has started does not have.
+        """Uncounts samples whose updates a newly started learner does not have.
 
-        A learner that was restarted goes on from its checkpoint, without the updates
-        that it made since: as many are made again.
+        A restarted learner continues from its checkpoint, without the updates made
+        since then: as many are made again.
 
         Args:
-          saved: of the limiter in the learner's checkpoint, as JSON.
+          saved: state of the limiter in the learner's checkpoint, as JSON.
         """
         with self._drawing:
             samples = int(self.limiter.stats()["samples"])
@@ -148,6 +150,11 @@ class ReplayRole:
                 "samples are drawn again.",
                 samples - self._base,
             )
+
+    def load_files(self, folder: Callable[[str], Path]) -> None:
+        """Loads the files in the folders of the replays; `load` has to follow."""
+        for name, replay in self._replays.items():
+            load_files(replay, folder(name))
 
     def load(self, parts: dict[str, Any]) -> None:
         """Restores the parts of a checkpoint."""
@@ -193,7 +200,7 @@ class ReplayRole:
         }
 
     def close(self) -> None:
-        """Ends waits."""
+        """Ends all waits, and closes the streams."""
         self.limiter.close()
         for stream in self._streams.values():
             stream.close()
@@ -202,7 +209,7 @@ class ReplayRole:
         """Counts a training batch. `_drawing` is held.
 
         Raises:
-          Unanswered: the call is one that a learner which was killed had still open.
+          Unanswered: the call was left open by a learner that was killed.
         """
         number = self._drawn if number is None else int(number)
         if self._base is not None and number > self._drawn + OPEN_CALLS:
@@ -210,13 +217,35 @@ class ReplayRole:
         self.limiter.sample(self._batch)
         self._drawn = number + 1
         if self._base is not None:
-            # Also without those whose numbers cannot be told from the new learner's.
+            # So calls of the old learner with numbers like the new one's do not count.
             self.limiter.set_samples(self._base + self._drawn * self._batch)
 
-    def _sample(self, mode: str, replay: Replay) -> dict[str, Array]:
-        if not len(replay):
-            return {}
+    def _store(
+        self,
+        replay: Replay,
+        steps: dict[str, Array],
+        envids: np.ndarray,
+        rows: np.ndarray,
+    ) -> None:
+        """Stores some rows of a batch; if they are refused, new episodes follow them.
+
+        Batches that the actor has sent before it hears of the refusal continue the
+        episodes of this one, and no sequence may reach across the gap.
+        """
+        try:
+            replay.add_batch(_take(steps, rows, len(envids)), envids[rows])
+        except Exception:
+            for envid in envids[rows].tolist():
+                replay.abandon(envid)
+            raise
+
+    def _sample(self, mode: str, number: int | None) -> dict[str, Array]:
         with self._sampling:
+            if number == 0:
+                # A new learner, or report, begins with the first chunk of a sequence,
+                # wherever the one before it has stopped.
+                self._streams[mode].close()
+                self._streams[mode] = self._make_stream(self._sources[mode], mode)
             return next(self._streams[mode])
 
     def _tell_filling(self) -> None:
@@ -262,6 +291,8 @@ def serve(role: ReplayRole, settings: RunSettings, stop: threading.Event) -> Non
     """Connects a role and serves it until `stop` is set."""
     checkpoint = RoleCheckpoint(settings)
     parts = checkpoint.load((TRAIN_REPLAY, EVAL_REPLAY, LIMITER))
+    if checkpoint.is_new:
+        role.load_files(checkpoint.folder)
     role.load(parts)
     role.clean(parts, checkpoint.listed(), checkpoint.root)
     server = wiring.make_server(
@@ -287,38 +318,18 @@ def serve(role: ReplayRole, settings: RunSettings, stop: threading.Event) -> Non
     server.bind("discard", checkpoint.discard)
     usage = Usage(settings.usage, accelerator=False)
     with wiring.make_client(settings.logger_addr, "replay-logger", settings) as log:
+
+        def stats() -> dict[str, Any]:
+            return {
+                **role.stats(),
+                **dict(wiring.prefixed("server/replay", server.stats())),
+                **dict(wiring.prefixed("client/replay_logger", log.stats())),
+                **dict(wiring.prefixed("usage/replay", usage.result())),
+            }
+
         with server:
-            _tell_statistics(role, server, log, usage, settings, stop)
+            wiring.tell_statistics(log, stats, settings.log_every, stop)
             role.close()
-
-
-def _tell_statistics(
-    role: ReplayRole,
-    server: Any,
-    log: Any,
-    usage: Usage,
-    settings: RunSettings,
-    stop: Any,
-) -> None:
-    """Sends statistics every `log_every` seconds until the end."""
-    results = wiring.Results(
-        lambda _, error: logger.warning("The logger took no statistics: %s", error)
-    )
-    every = max(1.0, settings.log_every) if settings.log_every else None
-    while not stop.wait(every):
-        results.check()
-        if not log.connected:
-            continue
-        results.add(
-            log.add(
-                {
-                    **role.stats(),
-                    **dict(wiring.prefixed("server/replay", server.stats())),
-                    **dict(wiring.prefixed("client/replay_logger", log.stats())),
-                    **dict(wiring.prefixed("usage/replay", usage.result())),
-                }
-            )
-        )
 
 
 def _take(steps: dict[str, Array], rows: np.ndarray, count: int) -> dict[str, Array]:

@@ -1,8 +1,8 @@
-"""Agreement between the hosts of one run: clocks, the end, saves, and who is gone.
+"""Agreement of the replicas of a run on clocks, the end, saves, and lost replicas.
 
-The first replica answers, in its launching process; every replica, the first included,
-asks: its agent for agreement, its launching process for those that are gone. With one
-replica nobody is asked.
+The first replica answers, in its launching process. Every replica asks, including the
+first: its agent asks for agreement, its launching process asks which replicas are gone.
+With a single replica nothing is asked.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from embodied.rpc import AuthError, Unanswered
 from embodied.run.parallel import wiring
 from embodied.run.settings import RunSettings
 
-# Exit code of a program that did nothing wrong and goes on when it is started again:
-# that of sysexits.h for a failure that passes, which launchers of jobs know.
+# Exit code of a program that did nothing wrong and continues when it is started again:
+# that of sysexits.h for a temporary failure, which launchers of jobs know.
 EXIT_START_AGAIN = os.EX_TEMPFAIL  # 75
 BEAT_SECONDS = 1.0  # Between signs of life of a replica.
 WAIT_SECONDS = 1800.0  # For the slowest replica, which may still be compiling.
@@ -31,7 +31,7 @@ logger = logging.getLogger("embodied.run")
 
 
 class ReplicaLost(RuntimeError):
-    """Another replica is gone or has failed: all are to be started again."""
+    """Another replica is gone or has failed; all of them have to be started again."""
 
 
 class ReplicaServer(ClockServer):
@@ -39,8 +39,8 @@ class ReplicaServer(ClockServer):
 
     Args:
       addr: where to listen.
-      replicas: how many ask.
-      silence: seconds after which a replica that has given signs of life is gone.
+      replicas: number of replicas.
+      silence: seconds after its last sign of life at which a replica counts as gone.
       **kwargs: passed to rpc.Server.
     """
 
@@ -51,14 +51,14 @@ class ReplicaServer(ClockServer):
         self._changed = threading.Condition()
         self._closed = False
         self._ended = False
-        self._ends: dict[int, tuple[bool, int]] = {}  # Decision, and who has asked.
+        self._ends: dict[int, tuple[bool, int]] = {}  # Decision, times asked.
         self._given: dict[str, dict[int, str]] = {}
         self._taken: dict[str, int] = {}
         self._silence = silence
-        self._heard: dict[int, float] = {}  # When each replica was heard of last.
-        self._loss: tuple[int, str] | None = None  # Who was lost first, and why.
+        self._heard: dict[int, float] = {}  # Last sign of life of each replica.
+        self._loss: tuple[int, str] | None = None  # First replica lost, and why.
         self._ending = False
-        self._told: set[int] = set()  # Who knows of the loss or the end.
+        self._told: set[int] = set()  # Replicas that know of the loss or the end.
         self._server.bind("over", self._over)
         self._server.bind("beat", self._beat, workers=1)
         self._server.bind("gather", self._gather, workers=replicas)
@@ -70,10 +70,12 @@ class ReplicaServer(ClockServer):
         super().__exit__(*error)
 
     def tell_end(self, failure: str = "") -> None:
-        """Lets the others know that the first one ends, unless they are gone, too.
+        """Tells the replicas that are not gone that the first one ends.
+
+        Waits a few beats for them to ask.
 
         Args:
-          failure: why, if it does not end well.
+          failure: the reason if the first one fails; empty otherwise.
         """
         with self._changed:
             self._ending = not failure
@@ -84,12 +86,12 @@ class ReplicaServer(ClockServer):
             )
 
     def _beat(self, replica: int, leaves: bool, failure: str) -> dict[str, Any]:
-        """Notes a sign of life; returns what a replica has to know of the others.
+        """Records a sign of life; returns what a replica has to know of the others.
 
         Args:
-          replica: that gives it.
-          leaves: whether it is the last one, at the end of the run.
-          failure: why this replica fails, or nothing.
+          replica: the one that gives it.
+          leaves: whether this is its last sign of life, at the end of the run.
+          failure: why this replica fails, or empty.
         """
         with self._changed:
             now = self._time()
@@ -115,7 +117,7 @@ class ReplicaServer(ClockServer):
             }
 
     def _over(self, call: int, ended: bool) -> bool:
-        """Returns whether the run ends with a replica's call of that number."""
+        """Returns whether the run ends with this call number, the same for all."""
         with self._changed:
             self._ended |= bool(ended)
             answer, asked = self._ends.pop(int(call), (self._ended, 0))
@@ -124,7 +126,7 @@ class ReplicaServer(ClockServer):
             return answer
 
     def _gather(self, name: str, replica: int, value: str) -> list[str]:
-        """Returns what all replicas have given under a name, once they have."""
+        """Returns the values of all replicas under a name, once all have given one."""
         with self._changed:
             self._given.setdefault(name, {})[int(replica)] = str(value)
             self._changed.notify_all()
@@ -174,7 +176,7 @@ class Replicas:
         return self.replica == 0
 
     def meet(self, stopped: Callable[[], bool]) -> bool:
-        """Waits until all are there; False if that was given up.
+        """Waits until all replicas are there; returns False if it gave up.
 
         Args:
           stopped: whether to give up.
@@ -194,11 +196,11 @@ class Replicas:
     def over(self, ended: bool) -> bool:
         """Returns whether the run ends now, the same in all replicas.
 
-        The answer was asked for a call ago, so that nobody waits for the network; so
-        it may come a call late.
+        The answer was requested by the previous call, so that this one need not wait
+        for the network; so the end may come one call late.
 
         Args:
-          ended: whether this one wants it to.
+          ended: whether this replica wants the run to end.
         """
         if self.alone:
             return ended
@@ -207,7 +209,7 @@ class Replicas:
         return bool(asked.result(WAIT_SECONDS)) if asked is not None else False
 
     def gather(self, name: str, value: str) -> list[str]:
-        """Returns what all replicas give under a name that occurs once. Any thread."""
+        """Returns the values of all replicas under a unique name. Any thread."""
         if self.alone:
             return [value]
         values = self.client.gather(name, self.replica, value).result(WAIT_SECONDS)
@@ -215,7 +217,7 @@ class Replicas:
 
 
 class ReplicaWatch:
-    """Notices replicas that are gone. A thread of its own, in the launching process.
+    """Detects lost replicas. A thread of its own, in the launching process.
 
     It does not depend on the agent, which may hang in a collective operation or be
     aborted by JAX when another replica is gone. `_changed` guards the state.
@@ -224,7 +226,7 @@ class ReplicaWatch:
       replica: index of this one.
       count: of all.
       client: connection to the first one.
-      silence: seconds after which the first one is gone.
+      silence: seconds without an answer after which the first one counts as gone.
       on_lost: called once when another replica is gone or has failed.
     """
 
@@ -245,7 +247,7 @@ class ReplicaWatch:
         self._changed = threading.Condition()
         self._left = threading.Event()
         self._watching = False  # From the first answer to the end of the thread.
-        self._all_heard = 0.0  # A time after which all replicas were heard of.
+        self._all_heard = 0.0  # All replicas were heard from since this time.
         self._failure = ""
         self._failure_told = False
         self._thread = threading.Thread(
@@ -268,7 +270,8 @@ class ReplicaWatch:
         """Tells the others that this replica fails, unless another one did before.
 
         The failure may be a consequence: the loss of another replica can end an update
-        at once, and is known for sure only when nothing was heard of it for a while.
+        at once, but is certain only when nothing was heard from it for a while. So this
+        first waits until all replicas were heard from again, or one is lost.
 
         Args:
           failure: why this replica fails.
@@ -288,7 +291,7 @@ class ReplicaWatch:
 
     def _run(self) -> None:
         stopped = self._left.is_set
-        # What keeps this from connecting, such as another key, the agent finds, too.
+        # What prevents a connection, such as a wrong key, is also found by the agent.
         with contextlib.suppress(AuthError, wiring.RoleError):
             if wiring.connect(
                 self._client, "The launcher", "first replica", stopped, quiet=True
@@ -305,7 +308,7 @@ class ReplicaWatch:
             self._changed.notify_all()
 
     def _watch(self, stopped: Callable[[], bool]) -> None:
-        """Exchanges signs of life until one is missing, or the end."""
+        """Exchanges signs of life until a replica is lost or the run ends."""
         answered = time.monotonic()
         while self.lost is None:
             failure = self._failure
@@ -325,9 +328,9 @@ class ReplicaWatch:
                 return
 
     def _ask(self, failure: str, deadline: float) -> dict[str, Any] | None:
-        """Gives a sign of life; returns None if nobody answers in time, or at the end.
+        """Gives a sign of life; returns None without an answer in time, or at the end.
 
-        Connections may break meanwhile.
+        Tries again if the connection breaks meanwhile.
         """
         while time.monotonic() < deadline and not self._left.is_set():
             future = self._client.beat(self._replica, False, failure)
@@ -361,7 +364,7 @@ def watch_replicas(
 
     Args:
       settings: of the run.
-      on_lost: called once when another replica is gone; is to end the block.
+      on_lost: called once when another replica is gone; must end the block.
 
     Yields:
       A function to call with the reason if this replica fails.

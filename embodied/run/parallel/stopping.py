@@ -1,4 +1,4 @@
-"""Bounds the stop of a run: it may last only while something is saved. Any role.
+"""Bounds the stop of a run: it may last only while it makes progress. Any role.
 
 The agent watches its own stop, and the launcher that of all roles:
 
@@ -19,30 +19,29 @@ from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.run.saving import FOLDER
 from embodied.run.training_run import EVAL_REPLAY, TRAIN_REPLAY
 
-LOOKS = 10  # Within the time that may pass without progress.
-END_SECONDS = 1.0  # Until the watch of a run that was never to stop has ended.
+LOOKS = 10  # Checks within the time that may pass without progress.
+END_SECONDS = 1.0  # Until the thread notices the end of a block without a stop.
 
 
 class StopTimeout(CheckpointError):
-    """A run that is to stop makes no progress; its end is not saved."""
+    """A run that is to stop makes no progress, so its end is not saved."""
 
     @classmethod
     def after(cls, seconds: float, logdir: str | Path, awaited: str) -> StopTimeout:
-        """Makes the error of a run that has waited for `awaited` for so long."""
-        stands = Checkpoint(logdir, FOLDER).what_stands()
+        """Makes the error of a run that has waited so many seconds for `awaited`."""
+        stands = Checkpoint(logdir, FOLDER).describe_last()
         return cls(
-            f"The run was to stop, but nothing was written for {seconds:g} s while it "
-            f"waited for {awaited}, so it was ended without saving. {stands} If it "
-            "was just slow, raise --run.stop_timeout."
+            f"The run was asked to stop, but nothing was written for {seconds:g} s "
+            f"while it waited for {awaited}, so it was ended without saving. {stands} "
+            "If it was slow, raise --run.stop_timeout."
         )
 
 
 class StopDeadline:
-    """Calls a function if a stop has begun and nothing gets on for a time.
+    """Calls a function if a stop has begun and makes no progress for some time.
 
-    Progress is whatever is written to checkpoints and replays, by any role, and what
-    `step` is called for. A thread of its own watches from `stop` to the end of the
-    block.
+    Progress is whatever any role writes to checkpoints and replays, and every call of
+    `step`. A thread of its own watches from `stop` to the end of the block.
 
     Args:
       stop: set when the stop begins.
@@ -73,7 +72,7 @@ class StopDeadline:
         self._left.set()
 
     def step(self) -> None:
-        """Notes progress that no file shows."""
+        """Records progress that no file shows."""
         self._steps += 1
 
     def _run(self) -> None:
@@ -90,7 +89,7 @@ class StopDeadline:
                 return
 
     def _progress(self) -> tuple[int, int, int]:
-        """Returns counters that differ if anything got on."""
+        """Returns counters that change with any progress."""
         sizes = [size for folder in self._folders for size in _file_sizes(folder)]
         return self._steps, len(sizes), sum(sizes)
 
@@ -101,6 +100,6 @@ def _file_sizes(folder: Path) -> list[int]:
         for name in names:
             try:
                 sizes.append(os.stat(os.path.join(base, name)).st_size)
-            except OSError:  # It was a temporary one.
+            except OSError:  # It was temporary, and is gone.
                 continue
     return sizes

@@ -24,10 +24,10 @@ LOCAL_HOST, LOCAL_HOST_IPV6 = "localhost", "[::1]"
 ADDRESSES = ("actor_addr", "replay_addr", "logger_addr")
 ADDRESS_FILE = "addresses.json"  # In the logdir.
 
-# Seconds until a role says for whom it waits, and until it says so again.
+# Seconds until a role logs which role it waits for, and until it logs it again.
 FIRST_NOTE, NEXT_NOTE = 5.0, 60.0
 STOP_SECONDS = 1.0  # Until a role that waits notices that it is to stop.
-LOOK_UP_SECONDS = 2.0  # For a host's name, when it is told who waits for it.
+LOOK_UP_SECONDS = 2.0  # To resolve a host's name, for the message of a wait.
 
 logger = logging.getLogger("embodied.run")
 
@@ -42,7 +42,7 @@ def load_factory(factory: bytes | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def resolve_addresses(settings: RunSettings) -> RunSettings:
-    """Returns the arguments with free ports of this machine for `{auto}`."""
+    """Returns the settings with `{auto}` replaced by free ports of this machine."""
     host = LOCAL_HOST_IPV6 if settings.ipv6 else LOCAL_HOST
     changes: dict[str, Any] = {}
     for key in ADDRESSES:
@@ -56,7 +56,7 @@ def resolve_addresses(settings: RunSettings) -> RunSettings:
 
 
 def write_addresses(settings: RunSettings) -> None:
-    """Writes the addresses of a run into its logdir, for those who want to join it."""
+    """Writes the addresses of a run into its logdir, for others that join it."""
     addresses = {key: getattr(settings, key) for key in ADDRESSES}
     content = json.dumps(addresses, indent=2).encode()
     try:
@@ -66,9 +66,9 @@ def write_addresses(settings: RunSettings) -> None:
 
 
 def read_addresses(logdir: str | Path) -> dict[str, str]:
-    """Returns the addresses that the last run in a logdir had; empty if there are none.
+    """Returns the addresses of the last run in a logdir; empty if there are none.
 
-    With one that is still starting, they are those of the run before.
+    While a run is still starting, they are those of the run before.
     """
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(Path(logdir, ADDRESS_FILE).read_text())
@@ -77,7 +77,7 @@ def read_addresses(logdir: str | Path) -> dict[str, str]:
 
 
 def check_addresses(settings: RunSettings, *keys: str) -> None:
-    """Raises an error if a role that starts by itself does not know an address."""
+    """Raises RoleError if a role that starts by itself does not know an address."""
     unknown = [key for key in keys if AUTO in str(getattr(settings, key))]
     if unknown:
         flags = " ".join(f"--run.{key} HOST:PORT" for key in unknown)
@@ -89,7 +89,7 @@ def check_addresses(settings: RunSettings, *keys: str) -> None:
 
 
 def check_servers(settings: RunSettings, *keys: str) -> None:
-    """Raises an error if roles of this machine could not listen where they should."""
+    """Raises RoleError if roles of this machine cannot listen at their addresses."""
     owners: dict[str, str] = {}
     for key in keys:
         address = str(getattr(settings, key))
@@ -117,7 +117,7 @@ def make_server(
 def make_client(
     addr: str, name: str, settings: RunSettings, kind: str = "", **kwargs: Any
 ) -> Any:
-    """Makes a connection to a role, over `settings.transport` or that of `kind`."""
+    """Makes a client of a role over the transport `kind`, or that of the settings."""
     kind = kind or settings.transport
     make = rpc.transport(kind).Client
     return make(addr, name, link=settings.link, **security(settings, kind), **kwargs)
@@ -130,28 +130,28 @@ def connect(
     stopped: Callable[[], bool],
     quiet: bool = False,
 ) -> bool:
-    """Waits for a role to be there, and says so if it takes long.
+    """Waits until a role can be reached, and logs a message if it takes long.
 
     Args:
-      client: connection to it.
+      client: connection to the role.
       who: the role that waits.
       whom: the role that it waits for.
       stopped: whether to give up.
-      quiet: says nothing, since others say the same.
+      quiet: logs nothing, since others log the same.
 
     Returns:
-      Whether it is there; False if the wait was given up.
+      Whether the role was reached; False if the wait was given up.
 
     Raises:
-      AuthError: it refuses this role's key.
-      RoleError: it refuses this role for another reason.
+      AuthError: the role refuses this role's key.
+      RoleError: the role refuses this role for another reason.
     """
 
     def is_there(seconds: float) -> bool:
         try:
             client.connect(timeout=seconds)
         except rpc.RemoteError as error:
-            raise RoleError(f"The {whom} does not let this role in. {error}") from error
+            raise RoleError(f"The {whom} refuses this role. {error}") from error
         except TimeoutError:
             return False
         return True
@@ -161,7 +161,7 @@ def connect(
             return
         note = f"{who} waits for the {whom} at {client.addr}."
         if reason := _unresolved(client.addr):
-            # No error: the name may be known later, as that of a host that starts.
+            # No error: the name may resolve later, as that of a host that starts.
             logger.warning("%s Its name does not resolve: %s.", note, reason)
         else:
             logger.info(note)
@@ -174,11 +174,11 @@ def wait_until(
     tell: Callable[[], None],
     stopped: Callable[[], bool],
 ) -> bool:
-    """Waits for something, and has it said if it takes long.
+    """Waits for something, and calls `tell` from time to time if it takes long.
 
     Args:
       is_there: waits for up to so many seconds; returns whether it is there.
-      tell: says who waits for whom.
+      tell: logs who waits for what.
       stopped: whether to give up.
 
     Returns:
@@ -194,10 +194,10 @@ def wait_until(
     return False
 
 
-class Results:
-    """Futures whose results nobody reads, but whose errors somebody must know.
+class PendingCalls:
+    """Futures whose results are not read, but whose errors are reported.
 
-    Bounded by the number of calls that a client lets be open. Belongs to one thread.
+    Bounded by the number of open calls that a client allows. Belongs to one thread.
     """
 
     def __init__(self, on_error: Callable[[Any, Exception], None]):
@@ -210,7 +210,7 @@ class Results:
         self.check()
 
     def check(self) -> None:
-        """Looks at those that are done."""
+        """Drops futures that are done, and reports their errors."""
         self._open, done = _split(self._open)
         for future, context in done:
             error = future.exception(0)
@@ -219,12 +219,12 @@ class Results:
 
     @property
     def all_done(self) -> bool:
-        """Whether there was an answer to all, as far as `check` has looked."""
+        """Whether all futures were done at the last `check`."""
         return not self._open
 
 
 class TimeShare:
-    """Measures which share of the time a thread spends inside. Any one thread reads.
+    """Measures the share of time that threads spend inside. Any one thread reads.
 
     with watch:
       wait()
@@ -270,8 +270,37 @@ def prefixed(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield f"{prefix}/{name}", value
 
 
+def tell_statistics(
+    log: Any,
+    stats: Callable[[], dict[str, Any]],
+    every: float,
+    stop: threading.Event,
+) -> None:
+    """Sends statistics of a role to the logger until `stop` is set.
+
+    Args:
+      log: client of the logger. While the logger is away, nothing is sent.
+      stats: returns the statistics since the last call.
+      every: seconds between two calls, at least one; 0 for never.
+      stop: ends the loop.
+    """
+    results = PendingCalls(
+        lambda _, error: logger.warning("The logger took no statistics: %s", error)
+    )
+    while not stop.wait(max(1.0, every) if every else None):
+        results.check()
+        # Not while the last ones are open: nobody should wait for a logger here.
+        if not (results.all_done and log.connected):
+            continue
+        try:
+            results.add(log.add(stats()))
+        except rpc.Disconnected:
+            if not stop.is_set():
+                raise
+
+
 def security(settings: RunSettings, kind: str) -> dict[str, Any]:
-    """Returns the arguments of servers and clients of a transport that protect them."""
+    """Returns the security arguments of servers and clients of a transport."""
     if kind == "portal":  # It has no keys.
         return {"insecure": settings.insecure}
     return {"keys": rpc.Keys.load(settings.keyfile) if settings.keyfile else None}
@@ -288,8 +317,8 @@ def _unresolved(address: str) -> str:
         except (OSError, UnicodeError) as error:
             reasons.append(f"{host} ({getattr(error, 'strerror', None) or error})")
 
-    # In a thread, since servers of names that do not answer take their time, and the
-    # caller may be told to stop.
+    # In a thread, since name servers that do not answer take long, and the caller may
+    # be told to stop.
     thread = threading.Thread(target=look_up, name="look up", daemon=True)
     thread.start()
     thread.join(LOOK_UP_SECONDS)
@@ -297,5 +326,8 @@ def _unresolved(address: str) -> str:
 
 
 def _split(pairs: list[tuple[Any, Any]]) -> tuple[list, list]:
-    is_open = [pair for pair in pairs if not pair[0].done()]
-    return is_open, [pair for pair in pairs if pair[0].done()]
+    ended = [pair[0].done() for pair in pairs]  # Once: they end at any time.
+    return (
+        [pair for pair, done in zip(pairs, ended) if not done],
+        [pair for pair, done in zip(pairs, ended) if done],
+    )

@@ -63,7 +63,7 @@ def make_args(**changes):
 
 
 class Waiting:
-    """Who receives answers that a test gives."""
+    """Receiver of a future whose answer the test gives."""
 
     def wait_for(self, future, timeout):
         future.block(timeout)
@@ -81,7 +81,8 @@ class FakeClient:
 
     Args:
       held: methods whose futures the test completes; see `open`.
-      answers: by method, what is returned, or raised if it is an error, or a function.
+      answers: by method, the result; an exception, which fails the call; or a function
+        of the arguments that returns either.
     """
 
     def __init__(self, held=(), **answers):
@@ -121,7 +122,7 @@ class FakeClient:
 
 
 class CountingAgent(embodied.Agent):
-    """Its action is how many steps of the episode it remembers."""
+    """Agent whose action is the number of steps of the episode in its memory."""
 
     def __init__(self):
         self.seen = []  # (mode, keys) of every policy call.
@@ -167,7 +168,7 @@ class CountingAgent(embodied.Agent):
 
 
 def observations(envids, is_eval=False, **changes):
-    """What the actor gets of some envs, in the middle of an episode."""
+    """Returns a batch as the actor gets it, in the middle of episodes."""
     size = len(envids)
     return {
         "image": np.full((size, 2, 2, 3), 7, np.uint8),
@@ -183,7 +184,7 @@ def observations(envids, is_eval=False, **changes):
 
 
 def transitions(envids, index, is_eval=False):
-    """What the replay gets of some envs at a step of theirs."""
+    """Returns a batch as the replay gets it, with all envs at step `index`."""
     size = len(envids)
     return {
         "value": np.full(size, index, np.int32),
@@ -224,7 +225,7 @@ def make_stream(args):
 
 
 class Notes:
-    """Has what roles need of a logger, and keeps what it gets."""
+    """Logger with the methods that roles use, which keeps all metrics in memory."""
 
     def __init__(self):
         self.step = elements.Counter()

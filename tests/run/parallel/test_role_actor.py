@@ -142,7 +142,7 @@ class TestAct:
 
     def test_its_place_is_for_others_who_need_it(self):
         setting = Setting()
-        setting.step(range(4))  # As many as there are places.
+        setting.step(range(4))  # As many as there are slots.
         setting.actor.leave([0, 1])
         assert setting.step([2, 3, 8, 9]) == [2, 2, 1, 1]
         assert setting.step([8, 9]) == [2, 2], "nobody else began anew"
@@ -252,7 +252,7 @@ class TestPublish:
         setting = Setting(replay=replay)
         setting.step([0, 1])
         setting.step([0])
-        assert "did not take a batch: full" in caplog.text
+        assert "did not store a batch: full" in caplog.text
         setting.step([0, 1])
         assert setting.stored()["is_first"].tolist() == [True, False]
 
@@ -264,7 +264,7 @@ class TestPublish:
             setting.step([0])
         first, second, third = setting.replay.open
         first.set_error(RuntimeError("gone"))
-        setting.step([0])  # Here it is noticed.
+        setting.step([0])  # Here the error is noticed.
         reply, message = setting.actor.act(observations([0]))
         assert reply["reset"].tolist() == [True]
         setting.actor.publish(message)
@@ -294,14 +294,15 @@ class TestPublish:
         setting.actor.over = True
         setting.actor.publish(message)
 
-    def test_statistics_are_sent_when_it_is_time(self):
-        setting = Setting(log_every=-1, server_stats=lambda: {"queue": 3})
+    def test_statistics_are_those_since_the_last_call(self):
+        setting = Setting(server_stats=lambda: {"queue": 3})
         setting.step([0, 1])
-        (metrics,) = setting.logger.sent("add")[0]
+        metrics = setting.actor.stats()
         assert metrics["fps/policy"] > 0 and metrics["parallel/envs"] == 2
         assert metrics["server/actor/queue"] == 3
         assert metrics["client/actor_replay/calls"] == 1
         assert 0 <= metrics["timer/actor/policy"] <= 1
+        assert "fps/policy" not in setting.actor.stats()
 
     def test_progress_is_told_of_every_batch(self):
         told = []

@@ -1,4 +1,4 @@
-"""The table of the policy's states, against a slow model."""
+"""The table of policy carries, compared with a simple model."""
 
 import numpy as np
 from hypothesis import given
@@ -45,13 +45,44 @@ def test_slots_and_table_agree_with_the_model(room, operations):
             assert len(set(found.tolist())) == len(envids)
             obs = {"is_first": np.zeros(len(envids), bool)}
             actions, outputs = table.step(found, obs, "train", envids)
+            slots.done(found)
             assert (actions["action"].tolist(), new.tolist()) == model.step(envids)
             assert (outputs["dyn/deter"] == 10 * actions["action"]).all()
         assert len(slots) == len(model.counts)
 
 
+@given(st.integers(0, 5), OPERATIONS)
+def test_no_slot_has_two_envs_in_steps_at_the_same_time(room, operations):
+    table = HostTable(CountingAgent())
+    slots, open_steps = Slots(table, room), []
+    for name, envids in operations:
+        if name == "free":
+            slots.free(envids)
+            continue
+        busy = {slot: envid for step in open_steps for slot, envid in step.items()}
+        found, _ = slots.find(envids)
+        for slot, envid in zip(found.tolist(), envids):
+            assert busy.get(slot, envid) == envid
+        open_steps.append(dict(zip(found.tolist(), envids)))
+        if len(open_steps) == 3:
+            slots.done(np.array(list(open_steps.pop(0))))
+
+
+def test_a_slot_that_was_freed_in_a_step_is_reset_after_it():
+    table = HostTable(CountingAgent())
+    slots = Slots(table, 1)
+    found, _ = slots.find([1])
+    slots.free([1])
+    table.step(found, {"is_first": np.zeros(1, bool)}, "train", [1])
+    slots.done(found)
+    again, new = slots.find([2])
+    assert (again.tolist(), new.tolist()) == (found.tolist(), [True])
+    actions, _ = table.step(again, {"is_first": np.zeros(1, bool)}, "train", [2])
+    assert actions["action"].tolist() == [1]  # The count of the first step.
+
+
 class OnDevice(CountingAgent):
-    """Keeps the table itself, and notes what it is asked."""
+    """Agent that keeps the table itself, and records its calls."""
 
     def __init__(self):
         super().__init__()
@@ -75,6 +106,7 @@ def test_an_agent_may_keep_the_table_on_its_device():
     slots = Slots(table, 2)
     found, _ = slots.find([8, 9])
     assert table.step(found, {}, "eval", [8, 9])[0]["action"].tolist() == [0, 1]
+    slots.done(found)
     slots.free([8])
     slots.find([1, 2, 3])
     assert agent.asked == [

@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 from role_testing import Background, CountingAgent, FakeClient, make_args, wait_until
 
-from embodied.checkpoint import Checkpoint, CheckpointError, files
+from embodied.checkpoint import Checkpoint, CheckpointError, reading
 from embodied.rpc import Disconnected
-from embodied.run.parallel.conductor import Conductor, RoleCheckpoint, pack_reply
+from embodied.run.parallel.conductor import (
+    Conductor,
+    RoleCheckpoint,
+    pack_reply,
+    unpack_reply,
+)
 
 NOTHING = pack_reply([], {})
 
@@ -119,6 +124,37 @@ class TestErrors:
         assert conductor.wait()
 
 
+class TestRestore:
+    def test_the_source_of_a_run_is_not_needed_to_resume_it(self, tmp_path):
+        conductor, _, _ = make_conductor(tmp_path / "run")
+        conductor.save(trained=0)
+        assert conductor.wait()
+        args = make_args(
+            logdir=str(tmp_path / "run"), from_checkpoint=str(tmp_path / "gone")
+        )
+        other = Conductor(CountingAgent(), FakeClient(), FakeClient(), args)
+        assert other.restore()
+
+    @pytest.mark.parametrize(("saved", "now"), [(1, 2), (2, 1), (3, 2), (2, 3)])
+    def test_another_number_of_replicas_is_refused(self, tmp_path, saved, now):
+        def role(replica, replicas):
+            changes = {"replica": replica, "replicas": replicas}
+            return RoleCheckpoint(make_args(logdir=str(tmp_path), **changes))
+
+        checkpoint = Checkpoint(tmp_path, min_free_bytes=0)
+        tag, records = checkpoint.new_tag(), []
+        for replica in range(saved):
+            state = {"logger": {"step": 5}}
+            reply = role(replica, saved).write(tag, state, {})
+            records += unpack_reply(reply)[0]
+        checkpoint.commit(tag, records)
+        assert role(0, saved).load(["logger"]) == {"logger": {"step": 5}}
+        message = f"saved with {saved}, got {now}.*--replicas {saved}"
+        with pytest.raises(CheckpointError, match=message):
+            role(0, now).load(["logger"])
+        assert role(0, now).load(["other"]) == {}
+
+
 class TestDamage:
     """Roles that start together go on from the same checkpoint, whatever is damaged."""
 
@@ -166,13 +202,13 @@ class TestDamage:
     def test_every_file_is_verified_once(self, tmp_path, monkeypatch):
         self.commit(tmp_path, 1)
         verified = []
-        original = files.find_damage
+        original = reading.find_damage
 
         def note(root, record):
             verified.append(record.path)
             return original(root, record)
 
-        monkeypatch.setattr(files, "find_damage", note)
+        monkeypatch.setattr(reading, "find_damage", note)
         self.start(tmp_path, self.PARTS)
         assert sorted(verified) == sorted(set(verified))
         assert len(verified) == 2 * len(self.PARTS)
@@ -183,7 +219,7 @@ class TestDamage:
         assert self.start(tmp_path, self.PARTS) == dict.fromkeys(self.PARTS, 1)
 
     def test_old_notes_count_for_nothing(self, tmp_path, monkeypatch):
-        """Rot changes neither size nor time of a file."""
+        """Bit rot changes neither the size nor the time of a file."""
         self.commit(tmp_path, 1)
         path = tmp_path / "ckpt" / "agent" / f"{self.commit(tmp_path, 2)}.safetensors"
         self.start(tmp_path, self.PARTS)

@@ -15,7 +15,7 @@ from embodied.run.parallel.observations import ObservationError
 
 
 class Task(embodied.Env):
-    """Its observation is the last action, and what it was told of a reset."""
+    """Environment that observes its last action and the reset flag of it."""
 
     def __init__(self, index, **changes):
         self.index = index

@@ -1,4 +1,4 @@
-"""What env workers use, as the process that supervises them tells the logger."""
+"""Resource usage of env workers, as their supervising process reports it."""
 
 import os
 import subprocess
@@ -74,4 +74,4 @@ def test_states_of_roles_name_workers_that_are_away():
     env = roles["env"]
     assert (env["workers"], env["running"], env["restarts"]) == (2, 1, 2)
     assert env["away"] == ["env-1: backing off"] and env["memory_gb"] > 0
-    assert "memory_gb" not in roles["agent"]  # A thread, which reports by itself.
+    assert "memory_gb" not in roles["agent"]  # A thread has no process to measure.

@@ -87,7 +87,7 @@ class TestMetrics:
 
         learner, _, _, logger = make_learner([{}] * 2, agent=Slow())
         learner.step()
-        assert told == [[({"parallel/updates": 0},)]]  # It compiles now.
+        assert told == [[({"parallel/updates": 0},)]]  # Sent before it compiles.
         learner.step()
         assert logger.sent("add") == [({"parallel/updates": n},) for n in (0, 1)]
 
@@ -112,7 +112,7 @@ class TestReport:
         learner, agent, replay, logger = make_learner(replay=FakeClient(**answer))
         opened = []
         learner.report(source, opened.append)
-        # Of consec_report 3 times report_batches 2.
+        # consec_report 3 times report_batches 2.
         assert replay.calls == [(f"sample_batch_{source}", (i,)) for i in range(6)]
         assert agent.reported == [(i, {"value": i}) for i in range(6)]
         assert logger.sent("add") == [({f"{source}/value": 2.5},)]
@@ -169,7 +169,7 @@ class TestStream:
         stream = RemoteStream(client, "train", ahead=2)
         with Background(next, stream) as task:
             wait_until(lambda: len(client.open) == 3)
-            client.open[1].set_result({"number": 1})  # Its answer came before.
+            client.open[1].set_result({"number": 1})  # Answered before the restart.
             for index in (2, 0):
                 client.open[index].set_error(Disconnected("the server was restarted"))
             wait_until(lambda: len(client.open) == 5)

@@ -1,4 +1,4 @@
-"""Reports of the second: rates of hops, and a logger that is not waited for."""
+"""Reports every second: rates of hops, and a logger that nothing waits for."""
 
 import json
 import threading
@@ -51,7 +51,7 @@ def test_rates_are_of_the_last_seconds(clock):
 
 @pytest.fixture
 def logger():
-    """A logger role's server, which may keep its answers back."""
+    """A logger role's server, which answers once `answers` is set."""
     server = rpc.Server(f"localhost:{rpc.free_port()}", "logger")
     server.told, server.answers = [], threading.Event()
     server.first = threading.Event()
@@ -78,8 +78,8 @@ def test_a_logger_that_does_not_answer_is_told_nothing_more(logger, monkeypatch)
 
     with tell_logger(settings, "test", tell):
         assert logger.first.wait(WAIT)
-        wait_until(lambda: calls)  # The logger may have it before the caller notes it.
-        assert not calls[0].wait(0.3)  # Thirty times as long as it may take.
+        wait_until(lambda: calls)  # The logger may have the call before `calls` has it.
+        assert not calls[0].wait(0.3)  # Thirty times LIVE_SECONDS.
         assert len(calls) == 1
         logger.answers.set()
         assert calls[0].result(WAIT) is None

@@ -182,7 +182,7 @@ class TestWriting:
                 role.tran(batch([0]))
         told = "Bottleneck: learner: it waits for batches 1% of the time."
         assert all(told in message for message in caplog.messages)
-        # The sentence comes once, for the line has only the name.
+        # Beside a terminal's line, which only has the role's name, it comes once.
         assert len(caplog.messages) == (1 if has_terminal else 3)
 
     def test_several_threads(self):
@@ -212,7 +212,7 @@ def test_transitions_that_do_not_fit_are_refused():
 
 
 class TestLive:
-    """What is shown of a run while it runs."""
+    """The status of a run for `live.json`."""
 
     def test_steps_scores_and_metrics_are_those_of_this_moment(self):
         role, _ = make_role()
@@ -253,4 +253,4 @@ class TestLive:
             assert role.live()["hosts"] == {}
         lines = (tmp_path / "events.jsonl").read_text().splitlines()
         texts = [json.loads(line)["text"] for line in lines]
-        assert texts == ["Host far (7) has come.", "Host far (7) has gone."]
+        assert texts == ["Host far (7) connected.", "Host far (7) disconnected."]

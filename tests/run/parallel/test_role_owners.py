@@ -1,4 +1,4 @@
-"""Every env has one worker: restarted ones, killed ones, and two for the same env."""
+"""Each env has one worker, also after kills and if two workers claim the same env."""
 
 import os
 import re
@@ -20,7 +20,7 @@ TIMEOUT = 8.0
 
 
 class Setting:
-    """An actor and its clients, without a server; time passes when it is told to."""
+    """An actor and its clients, without a server; `pass_time` lets time pass."""
 
     def __init__(self):
         self.replay = FakeClient()
@@ -44,7 +44,7 @@ class Setting:
         )
 
     def pass_time(self, *silent, seconds=TIMEOUT + 1):
-        """Lets time pass, in which some clients say nothing and others do."""
+        """Lets time pass in which `silent` clients send nothing and the others do."""
         for session in list(self.sessions):
             if session.client.strip() in silent:
                 session.heard -= seconds
@@ -67,7 +67,7 @@ class TestSupervised:
         setting.hello(b"first", [0, 1], "host", slots=2)
         assert setting.step([0, 1]) == [1, 1]
         assert setting.hello(b"second", [0, 1], "host", slots=2) is not None
-        assert setting.sessions.slots(False) == 2  # Nobody waits for the first.
+        assert setting.sessions.slots(False) == 2  # Without those of the first.
         assert setting.step([0, 1], is_first=[True, True]) == [1, 1]
         assert setting.stored("is_first") == [True, True]
 
@@ -135,7 +135,7 @@ class TestStrangers:
         setting.pass_time(b"first", seconds=30.0)
         assert setting.actor.stats()["parallel/envs"] == 0
         (note,) = setting.owners.absences.notes()
-        assert re.search(r"heard of envs 0 to 1 since [\d:]{8}, 30 s ago", note)
+        assert re.search(r"No contact with envs 0 to 1 since [\d:]{8}, 30 s ago", note)
         assert setting.owners.absences.notes() == []
         setting.hello(b"first", [0, 1], slots=2)
         assert setting.owners.absences.notes() == ["Back after 30 s: envs 0 to 1."]
@@ -169,7 +169,7 @@ def test_absences_are_told_less_and_less_often():
     assert absences.notes() == ["Back after 100 s: envs 3."]
     now[0] = 200
     (note,) = absences.notes()
-    assert "heard of the replay, envs 4 to 5 since" in note
+    assert "No contact with the replay, envs 4 to 5 since" in note
 
 
 @pytest.mark.parametrize(
@@ -241,10 +241,10 @@ def test_a_killed_worker_on_another_machine(monkeypatch):
         serving.freed.clear()
         with serving.client([0], "host") as client:
             client.connect(WAIT)
-            assert serving.freed == [0]  # At once.
+            assert serving.freed == [0]  # At once, not after the timeout.
             assert act(client, 0) == 1
             end, count = time.monotonic() + 4.0, 1
-            while time.monotonic() < end:  # Its session would have ended meanwhile.
+            while time.monotonic() < end:  # Beyond the killed worker's timeout.
                 count += 1
                 assert act(client, 0) == count
             assert serving.freed == [0]

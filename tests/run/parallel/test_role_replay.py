@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import shutil
 import threading
 
 import numpy as np
 import pytest
 from role_testing import (
+    WAIT,
     Background,
     make_args,
     make_replay,
@@ -15,16 +17,17 @@ from role_testing import (
     wait_until,
 )
 
-from embodied.checkpoint import Checkpoint, CheckpointError
+from embodied.checkpoint import Checkpoint, CheckpointError, PartWriter
 from embodied.replay.chunkfiles import ChunkFolder
 from embodied.rpc import Unanswered
-from embodied.run.parallel.replay import LIMITER, ReplayRole
-from embodied.run.saving import PartWriter
+from embodied.run.parallel import wiring
+from embodied.run.parallel.conductor import unpack_reply
+from embodied.run.parallel.replay import LIMITER, ReplayRole, serve
 
-# Of 8 trained steps a step, in batches of 2 times 4: one batch a step.
+# With 8 trained steps per step and batches of 2 · 4 steps, one batch per step.
 BATCH = 2
-START = 8  # Sequences from which on there is training.
-FULL = START + 4  # Steps of one env that make so many.
+START = 8  # Sequences needed for training to begin.
+FULL = START + 4  # Steps of one env that make as many sequences.
 
 
 def make_role(folder=None, **changes):
@@ -48,7 +51,7 @@ class Saves:
 
     def __init__(self, folder):
         self.checkpoint = Checkpoint(folder, min_free_bytes=0)
-        self.writer = PartWriter(self.checkpoint, folder)
+        self.writer = PartWriter(self.checkpoint)
         self.tag = ""
 
     def save(self, role, trained=0):
@@ -135,6 +138,18 @@ class TestInserts:
         assert role.stats()["replay/steps"] == FULL
         assert isinstance(task.error, Unanswered)
 
+    def test_no_sequence_reaches_across_refused_steps(self):
+        role = make_role(train_ratio=0.0)
+        fill(role, 10)
+        bad = {**transitions([0], 10), "value": np.zeros((1, 3), np.int32)}
+        with pytest.raises(ValueError, match="value"):
+            role.add_batch(bad)
+        fill(role, 10, start=11)  # Sent before the actor has heard of it.
+        batch = role._train.sample(100, "report")
+        follows = np.diff(batch["value"], axis=1) == 1
+        gaps = ~follows & batch["is_last"][:, :-1] & batch["is_first"][:, 1:]
+        assert gaps.any() and (follows | gaps).all()
+
     def test_closing_ends_waits_without_an_answer(self):
         role = make_role()
         with Background(fill, role, 100) as inserts:
@@ -160,6 +175,21 @@ class TestSamples:
         for _ in range(10):
             role.sample_batch_report()
         assert role.limiter.stats()["samples"] == 0
+
+    def test_a_learner_that_came_back_begins_with_the_first_chunk(self):
+        role = make_role(train_ratio=0.0, consec_train=2)
+        fill(role, 40)
+        first = [role.sample_batch_train(x)["consec"][0, 0] for x in range(3)]
+        again = [role.sample_batch_train(x)["consec"][0, 0] for x in range(3)]
+        assert first == again == [0, 1, 0]
+
+    @pytest.mark.parametrize("source", ["report", "eval"])
+    def test_a_report_begins_with_the_first_chunk(self, source):
+        role = make_role(train_ratio=0.0)  # With two chunks in reports.
+        fill(role, 40, is_eval=source == "eval")
+        sample = getattr(role, f"sample_batch_{source}")
+        assert [sample(0)["consec"][0, 0] for _ in range(3)] == [0, 0, 0]
+        assert sample(1)["consec"][0, 0] == 1
 
     def test_updates_reach_the_train_replay(self):
         role = make_role(train_ratio=0.0)
@@ -211,7 +241,7 @@ class TestSave:
         role.begin_training(json.dumps(saved))
         with pytest.raises(Unanswered, match="Another learner"):
             role.sample_batch_train(501)
-        role.sample_batch_train(1)  # It looks like one of the new learner.
+        role.sample_batch_train(1)  # Could be a call of the new learner.
         role.sample_batch_train(0)
         assert role.limiter.stats()["samples"] == 2 * BATCH
 
@@ -359,8 +389,30 @@ class TestSave:
         assert replay_files(tmp_path) == committed
 
 
+def test_files_without_a_checkpoint_are_loaded_and_kept(tmp_path):
+    role = make_role(tmp_path)
+    fill(role, FULL)
+    save(role, tmp_path)
+    shutil.rmtree(tmp_path / "ckpt")
+    args = make_args(logdir=str(tmp_path), consec_report=2)
+    args = wiring.resolve_addresses(args)
+    for _ in range(2):  # The second start finds a checkpoint, and cleans.
+        role, stop = make_role(tmp_path), threading.Event()
+        with Background(serve, role, args, stop):
+            client = wiring.make_client(args.replay_addr, "test", args)
+            with client:
+                client.connect(WAIT)
+                assert role.stats()["replay/steps"] == FULL
+                checkpoint = Checkpoint(tmp_path, min_free_bytes=0)
+                tag = checkpoint.new_tag()
+                files, _ = unpack_reply(client.save(tag, 0).result(WAIT))
+                checkpoint.commit(tag, files)
+            stop.set()
+    assert parts_steps(checkpoint.load()[0], tmp_path) == FULL
+
+
 def role_counts(role, folder, trained):
-    """The samples that a save counts."""
+    """Returns the number of samples that a save counts."""
     return save(role, folder, trained)[LIMITER]["samples"]
 
 

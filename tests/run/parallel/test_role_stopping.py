@@ -1,4 +1,4 @@
-"""The watch over a stop, without roles."""
+"""The deadline of a stop, without roles."""
 
 import threading
 
