@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # As in `typing`, which would take its time.
+TYPE_CHECKING = False  # Without `typing`, whose import is slow.
 if TYPE_CHECKING:
     from typing import Any
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Agent", "load", "train"]
 
-# Imported on first use, because most importers of this package do not need what is
-# behind them.
+# Modules to import on first use, because most importers of this package do not need
+# them.
 _HOMES = {
     "Agent": "dreamerv3.agent",
     "load": "dreamerv3.policies.inference",

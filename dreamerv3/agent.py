@@ -1,7 +1,4 @@
-"""The DreamerV3 agent: its functions, on the devices that the configuration names.
-
-Agent process.
-"""
+"""The DreamerV3 agent: its functions on the configured devices. Agent process."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class Agent(JaxAgent):
         among them; keys that start with `log/` are left out.
       act_space: spaces by key; `reset` is left out.
       config: the whole configuration, or its `agent` block with other keys beside it,
-        such as `jax` and `logdir`. What is missing is taken from the defaults.
+        such as `jax` and `logdir`. Missing groups are taken from the defaults.
       compiler: options of the compiler.
 
     Raises:
@@ -48,7 +45,7 @@ class Agent(JaxAgent):
       SetupError: the devices are not those that the settings ask for.
     """
 
-    # Set by subclasses, as a static method; its losses need scales of their names.
+    # Set by subclasses, as a static method; each loss needs a scale of the same name.
     extra_losses: model.ExtraLosses | None = None
 
     def __init__(
@@ -66,12 +63,12 @@ class Agent(JaxAgent):
         extra = type(self).extra_losses
         algorithm = make_algorithm(obs_space, act_space, config, backend, extra)
         options = _options(config, compiler)
-        super().__init__(algorithm, options)
         self.obs_space = agent_observations(obs_space)
-        self._spaces = {
+        spaces = {  # `dreamerv3.load` needs them.
             "obs": spaces_to_tree(self.obs_space),
             "act": spaces_to_tree(agent_actions(act_space)),
         }
+        super().__init__(algorithm, options, {"spaces": spaces})
         logger.info(
             "The agent computes in %s on %s. It has %s",
             backend.compute_dtype,
@@ -85,19 +82,15 @@ class Agent(JaxAgent):
         """Computes metrics and videos, unless `agent.report` is off."""
         return super().report(carry, batch) if self._report else (carry, {})
 
-    def save(self) -> Tree:
-        """Returns all state, and the spaces, which `dreamerv3.load` needs."""
-        return {**super().save(), "spaces": self._spaces}
-
 
 def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all groups of the configuration, those that are missing by default."""
+    """Returns the whole configuration, with defaults for groups that are missing."""
     defaults = read_blocks()["defaults"]
     inner = {}
     if "agent" not in config:
         inner = {key: config[key] for key in defaults["agent"] if key in config}
     given = {key: value for key, value in config.items() if key not in inner}
-    # Agents do not need it, so that nobody may have said which it is.
+    # Agents do not need the task, so it may not have been given.
     defaults["task"] = "unknown"
     return {**defaults, "agent": {**defaults["agent"], **inner}, **given}
 
@@ -109,7 +102,7 @@ def make_algorithm(
     backend: Backend,
     extra_losses: model.ExtraLosses | None = None,
 ) -> Algorithm:
-    """Puts the agent's functions together."""
+    """Assembles the agent's functions."""
     settings = config["agent"]
     context = config["replay_context"]
     observations = agent_observations(obs_space)
@@ -155,13 +148,13 @@ def make_algorithm(
 
 
 def agent_observations(obs_space: Spaces) -> Spaces:
-    """Spaces of what reaches the agent, sorted by key."""
+    """Returns the spaces of observations that reach the agent, sorted by key."""
     spaces = model.named_spaces(obs_space, ())
     return {key: space for key, space in spaces if not key.startswith("log/")}
 
 
 def agent_actions(act_space: Spaces) -> Spaces:
-    """Spaces of what the agent decides on, sorted by key."""
+    """Returns the spaces of actions that the agent chooses, sorted by key."""
     return dict(model.named_spaces(act_space, ("reset",)))
 
 

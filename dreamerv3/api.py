@@ -17,13 +17,13 @@ import cloudpickle
 
 from dreamerv3.cli.config import ConfigError, flatten, load_config
 from dreamerv3.cli.factories import MakeEnv, make_env, make_own_env, make_spaces
-from dreamerv3.cli.logdir import MANIFEST, kept_config
+from dreamerv3.cli.logdir import MANIFEST, preserve_config
 from dreamerv3.cli.schema import read_keys
 from dreamerv3.cli.scripts import SCRIPTS, RunError
 from dreamerv3.policies.inference import LoadedPolicy, load
 from embodied.envs import registry
 
-PROGRAMS = ("parallel", "train", "train_eval")
+TRAIN_SCRIPTS = ("parallel", "train", "train_eval")
 
 
 def train(
@@ -40,19 +40,19 @@ def train(
 
     Environments, replay and logger run in processes of their own, and the script needs
     no `__main__` guard for it. Ctrl-C, or interrupting the cell, saves and returns the
-    policy so far. The same call with the same logdir goes on with the run.
+    policy so far. The same call with the same logdir continues the run.
 
     Args:
       env: a task such as `atari_pong`; an id that is registered with Gymnasium, such
         as `CartPole-v1`; a class or function that makes an `embodied.Env`, a
         Gymnasium or a dm_env environment, which gets `seed` if it has such a
-        parameter; or an environment, which is copied and itself left alone.
-      steps: environment steps after which to end, those of earlier calls included.
+        parameter; or an environment, which is copied and not itself used.
+      steps: environment steps after which to end, including those of earlier calls.
       logdir: where to write; by default a new folder below `~/logdir`.
       size: of the networks: `1m`, `12m`, `25m`, `50m`, `100m`, `200m`, `400m`.
       configs: blocks of `configs.yaml`, applied after the size.
-      **flags: keys of the configuration. The last part of a key is enough where no
-        other has it, such as `envs` for `run.envs`; groups are dicts, such as
+      **flags: keys of the configuration. The last part of a key is enough if it is
+        unique, such as `envs` for `run.envs`; groups are dicts, such as
         `run={'envs': 8}`. `script` may be `parallel`, the default, `train` for one
         process, or `train_eval`.
 
@@ -63,14 +63,14 @@ def train(
       ConfigError: a flag, a value or the logdir cannot be used.
       TaskError: the environment cannot be used.
       EnvError: the environment has failed in this process.
-      RunError: a role has failed; names it, with its traceback. Or the run was stopped
-        before its first checkpoint, so that there is no policy.
+      RunError: a role has failed, and the message names it and has its traceback; or
+        the run was stopped before its first checkpoint, so that there is no policy.
     """
-    task, make, options = _source(env)
+    task, make, options = _resolve_env(env)
     given = {"script": "parallel", **_full_keys({**options, **flags})}
-    if given["script"] not in PROGRAMS:
+    if given["script"] not in TRAIN_SCRIPTS:
         raise ConfigError(
-            f"script: expected one of {', '.join(PROGRAMS)} for train, got "
+            f"script: expected one of {', '.join(TRAIN_SCRIPTS)} for train, got "
             f"{given['script']!r}."
         )
     given |= {"task": task, "run.steps": int(steps)}
@@ -79,10 +79,10 @@ def train(
     block = size if size.startswith("size") else f"size{size}"
     config = load_config(["--configs", block, *configs, *_arguments(given)])
 
-    # Here, because importing the package should not import the loops.
+    # Imported here, so that importing the package does not import the loops.
     from embodied.run.console import show_messages
 
-    with show_messages(), kept_config(config.logdir):
+    with show_messages(), preserve_config(config.logdir):
         SCRIPTS[config.script](config, make)
     if not pathlib.Path(config.logdir, MANIFEST).exists():
         raise RunError(
@@ -95,7 +95,7 @@ def train(
 
 
 def _arguments(given: Mapping[str, Any]) -> list[str]:
-    """Returns flags as the command line has them."""
+    """Returns flags as arguments of the command line."""
     arguments = []
     for key, value in given.items():
         values = value if isinstance(value, list | tuple) else [value]
@@ -111,23 +111,23 @@ def _full_keys(flags: Mapping[str, Any]) -> dict[str, Any]:
         matches = [key for key in keys if key.rpartition(".")[2] == name]
         if name not in keys and len(matches) > 1:
             raise ConfigError(
-                f"{name}: expected a key that is clear, but there are "
-                f"{', '.join(matches)}. Give the group, too, such as "
+                f"{name}: expected one key, but it may be "
+                f"{' or '.join(matches)}. Give the group, too, such as "
                 f"**{{{matches[0]!r}: {value!r}}}."
             )
         full[matches[0] if name not in keys and matches else name] = value
     return full
 
 
-# What may be given as an environment.
+# Kinds of environments that `train` accepts.
 
 
-def _source(env: Any) -> tuple[str, MakeEnv, dict[str, Any]]:
-    """Returns the name of the task, what makes its environments, and flags for it."""
+def _resolve_env(env: Any) -> tuple[str, MakeEnv, dict[str, Any]]:
+    """Returns the task's name, a function that makes its environments, and flags."""
     if isinstance(env, str):
         return _named(env)
     if not isinstance(env, type) and (hasattr(env, "step") or not callable(env)):
-        return _copied(env)
+        return _from_instance(env)
     _dumps(env, f"{env!r} as a class or function")
     return _name(env), functools.partial(make_own_env, env), {}
 
@@ -148,8 +148,8 @@ def _named(name: str) -> tuple[str, MakeEnv, dict[str, Any]]:
     return name if known or own or not versioned else f"gym_{name}", make_env, {}
 
 
-def _copied(env: Any) -> tuple[str, MakeEnv, dict[str, Any]]:
-    """Of an environment: a factory that makes others like it."""
+def _from_instance(env: Any) -> tuple[str, MakeEnv, dict[str, Any]]:
+    """Like `_resolve_env`, for an environment: the function makes copies of it."""
     import gymnasium
 
     if isinstance(env, gymnasium.vector.VectorEnv):
@@ -171,7 +171,7 @@ def _copied(env: Any) -> tuple[str, MakeEnv, dict[str, Any]]:
             return (
                 f"gym_{spec.id}",
                 functools.partial(make_own_env, factory),
-                _plain(spec),
+                _kwargs_as_flags(spec),
             )
         name = _name(type(env))
     else:
@@ -181,8 +181,8 @@ def _copied(env: Any) -> tuple[str, MakeEnv, dict[str, Any]]:
     return name, functools.partial(make_own_env, factory), {}
 
 
-def _plain(spec: Any) -> dict[str, Any]:
-    """Returns the arguments of a specification as flags, for other programs."""
+def _kwargs_as_flags(spec: Any) -> dict[str, Any]:
+    """Returns the plain arguments of a specification as flags, for other programs."""
     return {
         f"env.gym.kwargs.{key}": value
         for key, value in spec.kwargs.items()
@@ -202,7 +202,7 @@ def _dumps(value: Any, name: str) -> bytes:
 
 
 def _name(factory: Any) -> str:
-    """Returns `module:Name`, by which other programs find it if they can import it."""
+    """Returns `module:Name`, by which programs that can import a factory find it."""
     while isinstance(factory, functools.partial):
         factory = factory.func
     name = getattr(factory, "__qualname__", type(factory).__name__)

@@ -31,8 +31,8 @@ from embodied.jax.resampling import doubled_conv
 class Decoder(eqx.Module):
     """An MLP for vectors, convolutions for images.
 
-    Raw outputs by key: `logits` [..., *shape, classes] of discrete vectors, `pred`
-    [..., *shape] of continuous ones (of their symlog), pixels in 0..1 of images.
+    Raw outputs by key: logits [..., *shape, classes] for discrete vectors, predictions
+    [..., *shape] of continuous ones (of their symlog), pixels in 0..1 for images.
     """
 
     mlp: MLP | None
@@ -67,7 +67,7 @@ class Decoder(eqx.Module):
                 dist = Categorical.of(outputs[key], event=event)
                 loss = -dist.logp(values.class_index(space, obs[key]))
             else:
-                # Zero before symlog and the square, whose infinities would remain.
+                # Before symlog and the square: infinities would spoil the gradient.
                 mask = there.reshape(there.shape + (1,) * event)
                 target = jnp.where(mask, f32(obs[key]), 0)
                 target = symlog(target) if self.settings.symlog else target
@@ -154,8 +154,8 @@ def make_decoder(
       stoch: length of the flat stochastic state.
       config: keys of `agent.dec.simple`.
       dtype: compute dtype.
-      halved_channels: convolutions to at most so many channels are computed on maps
-        of half the size.
+      halved_channels: convolutions with at most so many output channels are computed
+        on maps of half the size.
 
     Raises:
       ValueError: an observation that cannot be decoded.

@@ -38,7 +38,7 @@ class CoderSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> CoderSettings:
-        """Takes them from the configuration."""
+        """Reads the settings from the configuration."""
         return cls(**{**config, "mults": tuple(config["mults"])})
 
     @property
@@ -50,7 +50,7 @@ class CoderSettings:
 class Encoder(eqx.Module):
     """An MLP for vectors, convolutions for images.
 
-    Vectors are what has at most two dimensions. Images are stacked on channels.
+    Arrays of at most two dimensions are vectors. Images are stacked on channels.
     """
 
     parts: dict[str, Any]
@@ -118,8 +118,8 @@ def make_encoder(
       spaces: observations to encode, sorted by key.
       config: keys of `agent.enc.simple`.
       dtype: compute dtype.
-      pooled_channels: convolutions of at most so many channels are computed on the
-        pooled map.
+      pooled_channels: convolutions with at most so many input channels are computed
+        on the pooled map.
 
     Raises:
       ValueError: an observation that cannot be encoded.
@@ -175,7 +175,7 @@ def split_spaces(spaces: NamedSpaces) -> tuple[NamedSpaces, NamedSpaces]:
 
 
 def smallest_map(images: NamedSpaces, settings: CoderSettings) -> tuple[int, int]:
-    """Height and width of the map that images are halved to.
+    """Height and width of the smallest feature map, to which images are halved.
 
     Raises:
       ValueError: images of different or unsupported sizes.

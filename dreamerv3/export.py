@@ -1,19 +1,20 @@
-"""Writes the policy of a run without all that only training needs.
+"""Exports the policy of a run, without its training state; a program of its own.
 
     python -m dreamerv3.export logdir/run policies/run [--dtype bfloat16]
     python -m dreamerv3.export logdir/run policies/onnx --format onnx
 
 Formats:
 
-    policy       what `dreamerv3.load` and `--script eval_only` take like a logdir
-    hub          a folder for the Hugging Face Hub, with a card; `load` takes it, too
+    policy       a folder that `dreamerv3.load` and `--script eval_only` can read
+    hub          a folder for the Hugging Face Hub, with a card; `load` reads it, too
     stablehlo    for `jax.export`, on any platform, without this package
     onnx         for ONNX Runtime and the like; needs the extra `onnx`
 
-It has the weights of encoder, dynamics and policy alone, a seventh of a checkpoint. In
-bfloat16 it is half of that, and acts the same on accelerators, which compute with such
-weights anyway; on the CPU actions differ slightly. `policies/portable.py` explains the
-inputs and outputs of the last two.
+An export has only the weights of encoder, dynamics and policy, and a seventh of the
+size of a checkpoint. In bfloat16 it is half as large, and acts the same on
+accelerators, which compute with such weights anyway; on the CPU actions differ
+slightly. `policies/portable.py` explains the inputs and outputs of `stablehlo` and
+`onnx`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from collections.abc import Sequence
 import ml_dtypes
 
 from dreamerv3.cli.config import FILENAME, ConfigError
-from dreamerv3.cli.task_origin import is_own, sign_task
+from dreamerv3.cli.task_origin import sign_task, started_by_user
 from dreamerv3.policies.hub import write_hub
-from dreamerv3.policies.inference import must_fit
+from dreamerv3.policies.inference import checkpoint_errors
 from dreamerv3.policies.spaces import spaces_to_tree
 from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.run.saving import AGENT, FOLDER, read_agent
@@ -51,16 +52,16 @@ def export(
     Args:
       source: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it.
       target: a folder that does not exist yet, or is empty.
-      dtype: of matrices; one of `DTYPES`. Other runtimes have float32.
+      dtype: of the matrices, one of `DTYPES`; `stablehlo` and `onnx` take only float32.
       format: one of `FORMATS`.
-      task: of the run, if it names code and is not trusted; see `dreamerv3.load`.
+      task: task of the run; needed only if it names code, see `dreamerv3.load`.
 
     Returns:
       The number of bytes that the files of the policy take.
 
     Raises:
-      CheckpointError: there is no whole checkpoint, it does not fit its config, or
-        there is something at the target.
+      CheckpointError: there is no complete checkpoint, it does not fit its config, or
+        the target is not empty.
       ConfigError: there is no config, it cannot be used, or its task is not trusted.
       ImportError: a package of the format is not installed.
     """
@@ -78,7 +79,7 @@ def export(
         raise ValueError(
             f"export expected dtype {DTYPES[0]} for {format}, got {dtype}."
         )
-    # Here, because it imports all of JAX.
+    # Imported here, because it imports all of JAX.
     from dreamerv3.policies import portable
 
     policy = portable.load_portable(source, task)
@@ -98,7 +99,7 @@ def _write_weights(
 
     saved = read_agent(source)
     config, agent, obs_space, act_space = open_agent(saved, task)
-    with must_fit(saved):
+    with checkpoint_errors(saved):
         weights = agent.weights(saved.data)
     half = dtype == "bfloat16"
     weights = {
@@ -111,7 +112,7 @@ def _write_weights(
         write_hub(folder, saved, weights, spaces, config)
     else:
         shutil.copy(saved.logdir / FILENAME, folder / FILENAME)
-        if is_own(saved.logdir, config.task):
+        if started_by_user(saved.logdir, config.task):
             sign_task(folder, config.task)
         Checkpoint(folder, FOLDER).save(
             {AGENT: {"params": weights, "spaces": spaces}}, {"step": saved.step}
@@ -120,7 +121,7 @@ def _write_weights(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exports what the command line asks for."""
+    """Exports a policy as the command line says; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m dreamerv3.export",
         description=__doc__,

@@ -1,16 +1,9 @@
 """The recurrent state-space model, arranged for loops over time. Agent process.
 
-A loop launches thousands of small kernels, and that is what a training step mostly
-waits for. So products that do not depend on the step before are taken out of the loop,
-and products that read the same input are joined. `dreamerv3.rssm` has the model as it
-is described; tests compare values and gradients of the two.
-
-`recur` is a scan whose parameter gradients are taken after it. The ordinary gradient of
-a scan adds up the gradient of every weight at every step: it doubles the matrix
-products of the backward pass, and reads and writes all weights each time, for a batch
-of a few rows. Here the backward scan computes only the gradient of the carry, which is
-what steps depend on. The gradients of parameters and inputs follow in one pass over all
-steps, as large matrix products.
+A loop launches thousands of small kernels, which take most of the time of a training
+step. Therefore products that do not depend on the step before are moved out of the
+loop, and products that read the same input are joined. `dreamerv3.rssm` has the model
+in its plain form; tests compare values and gradients of the two.
 """
 
 from __future__ import annotations
@@ -24,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dreamerv3.recurrence import Recurrence, scan_with_vjp
 from dreamerv3.rssm import RSSM, Cell, Latent, flat, squash_action, time_first
 from embodied.jax.nets import (
     ACTIVATIONS,
@@ -33,9 +27,10 @@ from embodied.jax.nets import (
     block_matmul,
     f32,
     rms_factor,
+    wide_matmul,
 )
 
-SUM_PARTS = 8  # Shares of a row that `sum_units` sums apart.
+SUM_PARTS = 8  # Parts of a row that `sum_units` sums separately.
 
 
 def observe(
@@ -48,7 +43,8 @@ def observe(
       latent: state before the first step, [B, ...].
       action: [B, T, A] float32, the action before each step.
       tokens: [B, T, E] compute dtype.
-      first: [B, T] bool; the state and action before a step are zeros there.
+      first: [B, T] bool, whether an episode begins; the state and action before such
+        a step are replaced by zeros.
       noise: [T, B, S, C] float32, from `RSSM.noise`.
 
     Returns:
@@ -65,51 +61,26 @@ def observe(
     inputs = {**jax.tree.map(time_first, inputs), "noise": noise}
     weights = fused.observe_weights(dyn.parts)
     carry = fused.observe_carry(weights, latent["deter"], latent["stoch"])
-    states, logits = recur(fused, dyn.scan_unroll, weights, carry, inputs)
+    states, logits = scan_with_vjp(fused, dyn.scan_unroll, weights, carry, inputs)
     states = {"deter": states["deter"], "stoch": dyn.cell.grouped(states["stoch"])}
     return jax.tree.map(time_first, (states, logits))
-
-
-class Recurrence:
-    """Steps of a loop over time that `recur` can run."""
-
-    def step(self, params: Tree, carry: Tree, inputs: Tree) -> tuple[Tree, Tree]:
-        """Returns the next carry, and outputs."""
-        raise NotImplementedError
-
-    def slopes(self, params: Tree, before: Tree, inputs: Tree) -> Tree:
-        """Returns what `step_back` needs of each step; called once for all steps."""
-        return before, inputs
-
-    def step_back(
-        self, params: Tree, slopes: Tree, gradient: Tree, outputs: Tree
-    ) -> Tree:
-        """Returns the gradient of the carry before a step.
-
-        Args:
-          params: the same for all steps.
-          slopes: of this step.
-          gradient: of the carry after it.
-          outputs: gradient of the outputs.
-        """
-        before, inputs = slopes
-        _, pull = jax.vjp(lambda carry: self.step(params, carry, inputs), before)
-        return pull((gradient, outputs))[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class FusedCell(Recurrence):
     """Steps of the model as functions of prepared weights.
 
+    All arrays may have any leading axes.
+
     Attributes:
-      cell: sizes. All arrays may have any leading axes.
+      cell: sizes of the model.
     """
 
     cell: Cell
 
     def action_weights(self, parts: Tree) -> Tree:
         """Weights of `action_term`, in the compute dtype."""
-        # The same inputs meet all blocks, so that the blocks join to one kernel.
+        # All blocks read the same inputs, so their kernels are joined into one.
         kernel = parts["dynhid0"].weight[:, self._own :].swapaxes(0, 1)
         return {
             "dynin2": parts["dynin2"].cast(),
@@ -119,12 +90,15 @@ class FusedCell(Recurrence):
         }
 
     def action_term(self, weights: Tree, action: Array) -> Array:
-        """Share of the action [..., A] in the output of `dynhid0`, bias included."""
+        """Contribution of the action [..., A] to the output of `dynhid0`, with bias.
+
+        In float32, like the product that it is added to.
+        """
         x = self.cell.layer(weights, "dynin2", action)
-        return x @ weights["kernel"] + weights["bias"]
+        return wide_matmul(x, weights["kernel"]) + f32(weights["bias"])
 
     def token_term(self, parts: Tree, tokens: Array) -> Array:
-        """Share of the tokens [..., E] in the output of `obs0`, bias included."""
+        """Contribution of the tokens [..., E] to the output of `obs0`, with bias."""
         first = parts["obs0"]
         kernel = first.weight if self.cell.absolute else first.weight[self.cell.deter :]
         return tokens @ kernel + first.offset
@@ -144,7 +118,7 @@ class FusedCell(Recurrence):
     def core(
         self, weights: Tree, deter: Array, dynin0: Array, dynin1: Array, action: Array
     ) -> Array:
-        """`RSSM.core` from the products of its inputs with their kernels.
+        """Computes `RSSM.core` from the products of its inputs with their kernels.
 
         Args:
           weights: from `core_weights`.
@@ -155,15 +129,16 @@ class FusedCell(Recurrence):
         """
         x0 = self.cell.activate(weights, "dynin0", dynin0 + weights["bias0"])
         x1 = self.cell.activate(weights, "dynin1", dynin1 + weights["bias1"])
-        x = block_matmul(self.cell.per_block(deter, [x0, x1]), weights["block"])
+        x = wide_matmul(self.cell.per_block(deter, [x0, x1]), weights["block"])
         x = self.cell.activate(weights, "dynhid0", x + action)
         for index in range(1, self.cell.dynlayers):
             x = self.cell.layer(weights, f"dynhid{index}", x)
-        return self.cell.gates(weights["dyngru"](x), deter)
+        gru = weights["dyngru"]
+        return self.cell.gates(block_matmul(x, gru.kernel), deter, gru.bias)
 
     def observe_weights(self, parts: Tree) -> Tree:
-        """Weights of `observe_step`, in the compute dtype."""
-        # Both read the new deter: this step's posterior and the next step's core.
+        """Weights of `step`, in the compute dtype."""
+        # This step's posterior and the next step's core both read the new deter.
         readers = [parts["dynin0"].weight]
         if not self.cell.absolute:
             readers.append(parts["obs0"].weight[: self.cell.deter])
@@ -177,7 +152,7 @@ class FusedCell(Recurrence):
         }
 
     def observe_carry(self, weights: Tree, deter: Array, stoch: Array) -> Tree:
-        """Carry of `observe_step` for a state [..., D] and [..., S, C]."""
+        """Carry of `step` for a state [..., D] and [..., S, C]."""
         kernel = weights["deter"][:, : self.cell.hidden]
         return {"deter": deter, "stoch": flat(stoch), "dynin0": deter @ kernel}
 
@@ -188,7 +163,7 @@ class FusedCell(Recurrence):
           weights: from `observe_weights`.
           carry: deter [..., D], flat stoch [..., S * C], and the product `dynin0`
             of that deter with the kernel of the same name.
-          now: keep [..., 1], which is 0 where an episode begins and else 1;
+          now: inputs of the step: keep [..., 1], 0 where an episode begins, else 1;
             action [..., D] from `action_term`; tokens [..., H] from `token_term`;
             noise [..., S, C].
 
@@ -214,12 +189,12 @@ class FusedCell(Recurrence):
         return {"deter": deter, "stoch": flat(stoch), "dynin0": dynin0}, logits
 
     def slopes(self, weights: Tree, before: Tree, inputs: Tree) -> Tree:
-        """Computes what `step_back` needs of each step, for all of them at once.
+        """Computes the derivatives that `step_back` needs, for all steps at once.
 
         Args:
           weights: from `observe_weights`.
           before: carries [T, B, ...] before each step.
-          inputs: of all steps.
+          inputs: inputs [T, B, ...] of all steps.
         """
         cell, core, keep = self.cell, weights["core"], inputs["keep"]
         slopes: dict[str, Any] = {"keep": keep}
@@ -244,10 +219,8 @@ class FusedCell(Recurrence):
         x0 = activate(core, "dynin0", product + core["bias0"], shared(0))
         product = before["stoch"] @ weights["stoch"] * keep
         x1 = activate(core, "dynin1", product + core["bias1"], shared(1))
-        x = (
-            block_matmul(cell.per_block(deter, [x0, x1]), core["block"])
-            + inputs["action"]
-        )
+        x = wide_matmul(cell.per_block(deter, [x0, x1]), core["block"])
+        x = x + inputs["action"]
         names = [*(f"dynhid{index}" for index in range(1, cell.dynlayers)), "dyngru"]
         for index, name in enumerate(names):
             read = functools.partial(block_matmul, kernel=core[name].kernel)
@@ -268,13 +241,13 @@ class FusedCell(Recurrence):
     def step_back(
         self, weights: Tree, slopes: Tree, gradient: Tree, logits_gradient: Array
     ) -> Tree:
-        """The gradient of the carry before a step from that of the carry after it.
+        """Computes the gradient of the carry before a step from that after it.
 
         Args:
           weights: from `observe_weights`.
-          slopes: of this step.
-          gradient: of the carry after the step.
-          logits_gradient: of its logits.
+          slopes: those of this step.
+          gradient: gradient of the carry after the step.
+          logits_gradient: gradient of the logits of the step.
         """
         cell, core, keep = self.cell, weights["core"], slopes["keep"]
         probs = slopes["probs"]
@@ -308,7 +281,7 @@ class FusedCell(Recurrence):
 
     @property
     def _own(self) -> int:
-        """Inputs of a block of `dynhid0` before those from the action."""
+        """Number of inputs of a `dynhid0` block that precede those from the action."""
         return self.cell.deter // self.cell.blocks + 2 * self.cell.hidden
 
 
@@ -317,17 +290,20 @@ class FusedCell(Recurrence):
 class Slope:
     """The derivative of a norm with its activation, at given inputs.
 
-    The gradient of a norm has means over units in it, of the gradient of its results.
-    That one is a product of the gradient behind the layer that reads these results, so
-    the means are, too, with weights that are known before the loop: they need not wait
-    for the product.
+    The gradient through a norm contains means, over units, of the gradient of its
+    results. That gradient is a product of the gradient behind the next layer, which
+    reads these results, with the kernel of that layer. The means can therefore be
+    computed from the gradient behind the next layer, with weights that are known before
+    the loop, and need not wait for the product.
 
     Attributes:
-      slope: of the activation, times the scale and the norm's factor.
+      slope: derivative of the activation, times the scale and the factor of the norm.
       along: the normed inputs times that factor; None without a norm.
-      mean_along: weights of the mean of the gradient along the inputs.
+      mean_along: weights of the mean of the gradient along the inputs; None without a
+        norm.
       mean: weights of the mean of the gradient; None if the norm subtracts no mean.
-      factor: what the norm multiplied its inputs by; None if it subtracts no mean.
+      factor: factor of the norm, by which it multiplies its inputs; None if it
+        subtracts no mean.
     """
 
     slope: Array
@@ -340,13 +316,13 @@ class Slope:
     def of(
         cls, norm: Norm, x: Array, act: str, read: Callable[[Array], Array]
     ) -> Slope:
-        """The derivative of `activate(norm, x, act)`, all in float32.
+        """Computes the derivative of `activate(norm, x, act)`, all in float32.
 
         Args:
-          norm: of the last axis.
+          norm: norm over the last axis.
           x: its inputs [..., units].
           act: name of the activation.
-          read: the product of the layer that reads the results.
+          read: multiplies by the kernel of the layer that reads the results.
         """
         x = f32(x)
         y = norm(x)
@@ -368,12 +344,12 @@ class Slope:
         )
 
     def __call__(self, gradient: Array, behind: Array, dtype: str) -> Array:
-        """Takes the gradient of the results to that of the inputs.
+        """Computes the gradient of the inputs from that of the results.
 
         Args:
-          gradient: of the results, [..., units].
-          behind: of what the layer that reads them computes from them.
-          dtype: of the gradient of the inputs.
+          gradient: gradient of the results, [..., units].
+          behind: gradient of the outputs of the layer that reads the results.
+          dtype: dtype of the gradient of the inputs.
         """
         x = f32(gradient) * self.slope
         behind = f32(behind)
@@ -387,114 +363,12 @@ class Slope:
 def sum_units(x: Array) -> Array:
     """Sums over the last axis, [..., units] to [..., 1], in two stages.
 
-    A kernel sums a row in one place. Rows are few here, and long: as shorter ones more
-    of the device works, and whoever reads the result adds up the rest.
+    A kernel sums each row on one processor. Rows are few and long here, so summing them
+    in parts uses more of the device. The kernel that reads the result adds up the
+    parts.
     """
     units = x.shape[-1]
     if units % SUM_PARTS:
         return x.sum(-1, keepdims=True)
     parts = x.reshape((*x.shape[:-1], SUM_PARTS, units // SUM_PARTS)).sum(-1)
     return functools.reduce(operator.add, jnp.split(parts, SUM_PARTS, -1))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def recur(
-    steps: Recurrence, unroll: int, params: Tree, carry: Tree, inputs: Tree
-) -> tuple[Tree, Tree]:
-    """Scans `carry, outputs = steps.step(params, carry, inputs)` over the first axis.
-
-    Args:
-      steps: works on rows, whatever axes are before them: [B, ...] in the scan and
-        [T, B, ...] in the backward pass. A function of its arguments alone.
-      unroll: steps per iteration of the loop.
-      params: floating point arrays, the same for all steps.
-      carry: [B, ...] floating point arrays.
-      inputs: [T, B, ...] floating point arrays.
-
-    Returns:
-      Carries after each step and outputs, [T, B, ...].
-    """
-    return _forward(steps, unroll, params, carry, inputs)[0]
-
-
-def _forward(
-    steps: Recurrence, unroll: int, params: Tree, carry: Tree, inputs: Tree
-) -> tuple[tuple[Tree, Tree], Any]:
-    def body(carry: Tree, inputs: Tree) -> tuple[Tree, tuple[Tree, Tree]]:
-        carry, outputs = steps.step(params, carry, inputs)
-        return carry, (carry, outputs)
-
-    results = scan_blocks(body, carry, inputs, unroll)[1]
-    return results, (params, carry, inputs, results[0])
-
-
-def _backward(
-    steps: Recurrence, unroll: int, saved: Any, gradients: tuple[Tree, Tree]
-) -> tuple[Tree, Tree, Tree]:
-    params, carry, inputs, carries = saved
-    before = jax.tree.map(
-        lambda first, rest: jnp.concatenate([first[None], rest[:-1]]), carry, carries
-    )
-    slopes = steps.slopes(params, before, inputs)
-
-    def body(gradient: Tree, now: Any) -> tuple[Tree, Tree]:
-        outside, outputs, slopes = now
-        total = jax.tree.map(jnp.add, outside, gradient)
-        return steps.step_back(params, slopes, total, outputs), total
-
-    none = jax.tree.map(jnp.zeros_like, carry)
-    carry_gradient, carries_gradient = jax.lax.scan(
-        body, none, (*gradients, slopes), reverse=True, unroll=unroll
-    )
-
-    def all_steps(params: Tree, inputs: Tree) -> tuple[Tree, Tree]:
-        return steps.step(params, before, inputs)
-
-    _, pull = jax.vjp(all_steps, params, inputs)
-    params_gradient, inputs_gradient = pull((carries_gradient, gradients[1]))
-    return params_gradient, carry_gradient, inputs_gradient
-
-
-recur.defvjp(_forward, _backward)
-
-
-def scan_blocks(
-    body: Callable[[Tree, Tree], tuple[Tree, Tree]],
-    carry: Tree,
-    inputs: Tree,
-    unroll: int,
-) -> tuple[Tree, Tree]:
-    """`jax.lax.scan` with some steps per iteration, whose inputs are copied together.
-
-    A kernel that normalises or draws cannot read its inputs at a place that is only
-    known as it runs, and falls into three or four. From a copy of an iteration's inputs
-    it can.
-
-    Args:
-      body: a step, carry and inputs to carry and outputs.
-      carry: before the first step.
-      inputs: [T, ...].
-      unroll: most steps per iteration; it takes as many as divide T.
-
-    Returns:
-      The last carry, and outputs [T, ...].
-    """
-    length = jax.tree.leaves(inputs)[0].shape[0]
-    size = max(size for size in range(1, unroll + 1) if length % size == 0)
-    if size == 1:
-        return jax.lax.scan(body, carry, inputs)
-
-    def iterate(carry: Tree, block: Tree) -> tuple[Tree, Tree]:
-        block = jax.lax.optimization_barrier(block)  # The copy.
-        outputs = []
-        for index in range(size):
-            now = jax.tree.map(operator.itemgetter(index), block)
-            carry, output = body(carry, now)
-            outputs.append(output)
-        return carry, jax.tree.map(lambda *steps: jnp.stack(steps), *outputs)
-
-    def split(x: Array) -> Array:
-        return x.reshape((length // size, size, *x.shape[1:]))
-
-    carry, outputs = jax.lax.scan(iterate, carry, jax.tree.map(split, inputs))
-    return carry, jax.tree.map(lambda x: x.reshape((length, *x.shape[2:])), outputs)

@@ -6,13 +6,16 @@ all noise is drawn before it, and products that read the same input are joined.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dreamerv3.fused import FusedCell, scan_blocks
+from dreamerv3.fused import FusedCell
+from dreamerv3.recurrence import scan_blocks
 from dreamerv3.rssm import RSSM, Latent, flat, squash_action
+from embodied.jax import values
 from embodied.jax.heads import PolicyHead, action_vector
 from embodied.jax.nets import Array, Tree, sg
 from embodied.jax.param_names import cast_matrices
@@ -34,18 +37,18 @@ def imagine(
       unroll: steps per iteration of the loop.
 
     Returns:
-      Features [deter, flat stoch] of the states given and of those after each step,
+      Features [deter, flat stoch] of the first states and of those after each step,
       [H + 1, N, F], and the actions [H, N, ...] between them. Both without gradient.
     """
     cell, fused = dyn.cell, FusedCell(dyn.cell)
-    # Whatever does not change from step to step is made before the loop.
+    # Everything that is the same in all steps is computed before the loop.
     dyn, pol = cast_matrices(sg((dyn, pol)), cell.dtype)
     parts, latent = dyn.parts, sg(latent)
-    core, act = fused.core_weights(parts), fused.action_weights(parts)
+    core, action_term = fused.core_weights(parts), _action_term(fused, dyn, pol)
     head = pol.output_weights()
     first = pol.mlp.parts["linear0"]
-    # The core of the next step and the policy read both parts of the state; deter is
-    # read by the prior, too.
+    # The core of the next step and the policy read both parts of the state; the prior
+    # reads deter, too.
     deter_readers = [parts["dynin0"].weight, first.weight[: cell.deter]]
     stoch_readers = [parts["dynin1"].weight, first.weight[cell.deter :]]
     read_deter = jnp.concatenate([*deter_readers, parts["prior0"].weight], -1)
@@ -53,7 +56,7 @@ def imagine(
     ends = [cell.hidden, cell.hidden + first.bias.shape[0]]
 
     def close(feat: Array, index: Any, deter: Array, by: Array, stoch: Array) -> Tree:
-        # Into their place in the result: to join arrays after the loop is a copy.
+        # Written into the result here: joining arrays after the loop would copy them.
         row = jnp.concatenate([deter, flat(stoch)], -1)
         feat = jax.lax.dynamic_update_index_in_dim(feat, row, index, 0)
         return feat, deter, by, flat(stoch) @ read_stoch
@@ -65,9 +68,7 @@ def imagine(
         dynin1, policy1 = jnp.split(by_stoch, ends[:1], -1)
         x = pol.mlp.after_first(policy0 + policy1 + first.offset)
         actions = pol.sample(pol.outputs(x, head), noise["action"])
-        action = squash_action(action_vector(pol.spaces, actions))
-        action = fused.action_term(act, action)
-        deter = fused.core(core, deter, dynin0, dynin1, action)
+        deter = fused.core(core, deter, dynin0, dynin1, action_term(actions))
         by_deter = deter @ read_deter
         x = by_deter[:, ends[1] :] + parts["prior0"].offset
         stoch = cell.sample(dyn.prior_after_first(x), noise["stoch"])
@@ -86,3 +87,24 @@ def imagine(
     steps = (jnp.arange(1, length + 1), noise)
     (feat, *_), actions = scan_blocks(step, carry, steps, unroll)
     return feat, actions
+
+
+def _action_term(
+    fused: FusedCell, dyn: RSSM, pol: PolicyHead
+) -> Callable[[Actions], Array]:
+    """Returns a function from actions to `FusedCell.action_term`.
+
+    It looks up the result where there is a single discrete action.
+    """
+    weights = fused.action_weights(dyn.parts)
+
+    def compute(actions: Actions) -> Array:
+        action = squash_action(action_vector(pol.spaces, actions))
+        return fused.action_term(weights, action)
+
+    key, space = pol.spaces[0]
+    if len(pol.spaces) > 1 or not space.discrete or space.shape:
+        return compute
+    index = jnp.arange(values.classes(space, key))
+    table = compute({key: values.class_value(space, index)})
+    return lambda actions: table[values.class_index(space, actions[key])]

@@ -41,9 +41,9 @@ class LossSettings:
 
     Attributes:
       lam: lambda of the returns.
-      slowreg: weight of the slow value's predictions.
-      slowtar: use the slow value in returns.
-      actent: weight of the entropy; of policies alone.
+      slowreg: weight of the cross-entropy to the slow value's predictions.
+      slowtar: whether returns use the slow value.
+      actent: weight of the policy's entropy; only used by `imag_loss`.
     """
 
     lam: float
@@ -57,7 +57,7 @@ class Imagined:
     """Predictions along imagined trajectories."""
 
     rew: Array  # [B, T] rewards
-    con: Array  # [B, T] probability to go on
+    con: Array  # [B, T] probability to continue
     value: TwoHot  # [B, T, bins]
     slow: TwoHot  # [B, T, bins], of the slow value
     policy: Mapping[str, ActionDist]  # [B, T - 1, ...] by key
@@ -79,7 +79,7 @@ class Replayed:
 def kl_losses(
     post: Categorical, prior: Categorical, free_nats: float
 ) -> tuple[Array, Array]:
-    """Divergence of posterior and prior, each side trained by its own loss.
+    """Divergences of posterior and prior; each loss trains one of the two.
 
         dyn = max(free, KL(sg(post) || prior))
         rep = max(free, KL(post || sg(prior)))
@@ -133,7 +133,7 @@ def value_loss(
     Returns:
       [B, T] float32.
     """
-    # One cross-entropy to both, which goes through the bins once.
+    # One cross-entropy to the sum of both targets reads the bins once.
     both = value.twohot(target) + slowreg * value.twohot(slow)
     return sg(f32(weight)) * value.cross_entropy(both)
 
@@ -155,7 +155,7 @@ def imag_loss(
       states: their states.
       settings: keys of `agent.imag_loss`.
       disc: discount that is not part of `imagined.con`.
-      update: whether the normalisers take in this batch.
+      update: whether to update the normalisers with this batch.
 
     Returns:
       Losses `policy` and `value` [B, T - 1], returns [B, T - 1], the normalisers'
@@ -223,7 +223,7 @@ def return_metrics(ret: Array) -> dict[str, Array]:
 def entropy_metrics(
     policy: Mapping[str, ActionDist], entropies: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Mean entropy of each action, as it is and scaled to 0..1 between its bounds."""
+    """Mean entropy of each action, unscaled and scaled to 0..1 by its bounds."""
     metrics = {}
     for key, dist in policy.items():
         low, high = dist.entropy_bounds()
@@ -251,7 +251,7 @@ def repl_loss(
       states: their states.
       settings: keys of `agent.repl_loss`.
       horizon: discount horizon.
-      update: whether the normaliser of values takes in this batch.
+      update: whether to update the normaliser of values with this batch.
 
     Returns:
       The loss [B, T - 1], returns [B, T - 1], and the normalisers' states.
@@ -276,7 +276,7 @@ def repl_loss(
 def lambda_return(
     last: Array, term: Array, rew: Array, boot: Array, disc: float, lam: float
 ) -> Array:
-    """Computes returns that mix bootstraps of all distances.
+    """Computes lambda returns, which mix bootstraps at all distances.
 
         R_T = boot_T
         live_t = (1 - term_t) disc
@@ -287,7 +287,7 @@ def lambda_return(
       last: [B, T] in 0..1, whether the sequence breaks off after the step.
       term: [B, T] in 0..1, the probability that the episode has ended.
       rew: [B, T] reward that came with the step.
-      boot: [B, T] value that stands for the future of the step.
+      boot: [B, T] value of the future after the step.
       disc: discount.
       lam: lambda; 0 bootstraps from the next step, 1 from the last.
 
@@ -302,7 +302,7 @@ def lambda_return(
     live = (1 - f32(term)[:, 1:]) * disc
     cont = (1 - f32(last)[:, 1:]) * lam
     rew, boot = f32(rew)[:, 1:], f32(boot)[:, 1:]
-    # R_t = base_t + gain_t R_{t+1} is linear, so that pairs of steps combine to one.
+    # R_t = base_t + gain_t R_{t+1} is linear, so two steps can be combined into one.
     base, gain = rew + live * (1 - cont) * boot, live * cont
 
     def combine(

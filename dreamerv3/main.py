@@ -1,9 +1,9 @@
-"""The command line: runs the program that is asked for, in the main process.
+"""The command line: runs the program of `--script`, in the main process.
 
     python -m dreamerv3.main --configs demo --logdir logdir/demo
 
-`dreamerv3.cli.scripts` has the programs. Everything heavy is imported where it is used,
-so that help and errors come at once.
+`dreamerv3.cli.scripts` has the programs. Heavy modules are imported where they are
+used, so that help and errors appear at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 
-TYPE_CHECKING = False  # As in `typing`, which would take its time.
+TYPE_CHECKING = False  # Without `typing`, whose import is slow.
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Here, because Ctrl-C while the program is being imported should be no traceback.
+    # Imported here, so that Ctrl-C during the imports shows no traceback.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dreamerv3.cli import config, factories
@@ -52,29 +52,29 @@ def __getattr__(name: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program that the arguments ask for.
+    """Runs the program that the arguments select.
 
     Args:
       argv: see `dreamerv3 --help`; by default the arguments of the process.
 
     Returns:
-      The exit code: 2 if the configuration cannot be used, 1 if checkpoints cannot or
-      an environment or a role has failed, 75 if another replica is gone and all are to
-      be started again, 130 after a second Ctrl-C, or one before the run has begun, else
-      0.
+      The exit code: 2 if the configuration cannot be used; 1 if checkpoints cannot be
+      used, or an environment or a role has failed; 75 if another replica is lost and
+      all have to be started again; 130 after a second Ctrl-C, or a first one before the
+      run has begun; else 0.
     """
     try:
         if argv is None:
             _import_from_here()
         return _main(sys.argv[1:] if argv is None else list(argv))
     except KeyboardInterrupt:
-        return _fail(["left at once, without saving."], code=130)
+        return _fail(["interrupted, without saving."], code=130)
 
 
 def _interruptible(program: Callable[[], None]) -> Callable[[], None]:
-    """Has a program raise KeyboardInterrupt if Ctrl-C has made it fail in any way.
+    """Makes a program raise KeyboardInterrupt if it fails in any way after Ctrl-C.
 
-    Modules in C whose import is interrupted raise ImportError, for example.
+    For example, C extensions raise ImportError if their import is interrupted.
     """
     pressed = []
 
@@ -83,7 +83,7 @@ def _interruptible(program: Callable[[], None]) -> Callable[[], None]:
         raise KeyboardInterrupt
 
     def run() -> None:
-        # Not in other threads, and not where somebody else takes care of it.
+        # Only in the main thread, and only if nothing else handles the signal.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGINT, on_signal)
@@ -122,13 +122,13 @@ def _main(argv: list[str]) -> int:
 def exit_code(
     program: Callable[[], None], show: Callable[[Sequence[str]], None] | None = None
 ) -> int:
-    """Runs a program; prints why it fails, and returns the code that says so.
+    """Runs a program; prints why it fails, if it does, and returns the exit code.
 
-    See `main` for the codes. Errors that are our own mistakes are raised.
+    See `main` for the codes. Errors that users cannot do anything about are raised.
 
     Args:
-      program: to run.
-      show: gets what is printed, too.
+      program: the program to run.
+      show: also called with the messages that are printed.
     """
     try:
         program()
@@ -143,8 +143,8 @@ def exit_code(
 
 
 def _explain(error: Exception) -> tuple[Sequence[str], int]:
-    """Returns what to print for an error that users can do something about."""
-    # Here, because a program that does not fail should not wait for them.
+    """Returns messages and exit code of an error that users can do something about."""
+    # Imported here, so that a program that does not fail does not wait for them.
     from dreamerv3.cli import texts
     from dreamerv3.cli.config import ConfigError
     from dreamerv3.cli.scripts import RunError
@@ -167,18 +167,18 @@ def _explain(error: Exception) -> tuple[Sequence[str], int]:
         case RunError():
             return [str(error)], error.code
         case EnvError():
-            code = 2 if error.kind in texts.MISTAKES else 1
+            code = 2 if error.kind in texts.USAGE_ERRORS else 1
             return [texts.env_failure(error)], code
     return [], 1
 
 
 def run_script(config: elements.Config, script: Callable[[], None]) -> None:
-    """Runs what a configuration asks for, with its access to files and messages."""
-    from dreamerv3.cli.logdir import kept_config, limited_access
+    """Runs a program with the file access and messages of its configuration."""
+    from dreamerv3.cli.logdir import limited_access, preserve_config
     from embodied.run.console import show_messages
 
     access = limited_access(config.logdir_access)
-    with show_messages(), access, kept_config(config.logdir):
+    with show_messages(), access, preserve_config(config.logdir):
         script()
 
 
@@ -197,7 +197,7 @@ def _find_script(config: elements.Config, argv: Sequence[str]) -> Callable[..., 
 
 
 def _help_topics(argv: Sequence[str]) -> list[str] | None:
-    """Returns what help is asked for; None if there is something else to do."""
+    """Returns the requested topics of help; None if no help is requested."""
     if not argv:
         return []
     for index, argument in enumerate(argv):
@@ -209,10 +209,10 @@ def _help_topics(argv: Sequence[str]) -> list[str] | None:
 
 
 def _import_from_here() -> None:
-    """Adds this folder to the import path, for environments of one's own.
+    """Adds the current folder to the import path, for the user's own environments.
 
-    The script that an installation makes has its own folder there instead. Processes
-    that are started get the same.
+    For an installed script, Python adds the folder of the script instead. Processes
+    that are started inherit the path.
     """
     here = os.getcwd()
     if here not in sys.path and not sys.flags.safe_path:

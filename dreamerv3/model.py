@@ -47,7 +47,7 @@ Carry = dict[str, Any]  # deter and stoch, as in Latent, and action by key, [B, 
 # Keys of latents in batches and in outputs for the replay.
 DETER, STOCH = "dyn/deter", "dyn/stoch"
 
-# Losses of one's own, [B, T] by name, of the networks, states and batch [B, T, ...].
+# Computes further losses [B, T] by name from networks, states and batch [B, T, ...].
 ExtraLosses = Callable[[Any, Latent, Mapping[str, Array]], Mapping[str, Array]]
 
 # Losses beside those of the decoded keys.
@@ -56,7 +56,7 @@ LOSSES = ("rew", "con", "dyn", "rep", "policy", "value", "repval")
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What is quick on a kind of device. Results are the same up to rounding.
+    """Settings for the speed of a kind of device; results agree up to rounding.
 
     Attributes:
       scan: steps per iteration of the loop over replayed sequences.
@@ -71,15 +71,15 @@ class Tuning:
     halved_channels: int = 0
 
 
-# Accelerators mostly wait for small kernels, which fewer iterations make fewer, and are
-# quicker with many channels; a cpu mostly waits for the compiler.
+# Accelerators mostly wait for small kernels, of which fewer iterations launch fewer,
+# and are faster with many channels; a CPU mostly waits for the compiler.
 ACCELERATOR = Tuning(scan=4, imagine=5, pooled_channels=64, halved_channels=12)
 CPU = Tuning()
 
 
 @dataclasses.dataclass(frozen=True)
 class AgentSettings:
-    """Settings of training and acting beside the networks; names as in the config."""
+    """Settings of training and acting beside the networks; named as in the config."""
 
     replay_context: int
     priority: bool
@@ -101,14 +101,14 @@ class AgentSettings:
     norms: Norms
     opt: Optimizer
     eval_mode: str
-    decoded: tuple[str, ...] = ()  # Keys of observations, whose losses `rec` scales.
+    decoded: tuple[str, ...] = ()  # Observations whose losses `rec` scales.
     extra_losses: ExtraLosses | None = None
 
     def scale(self, loss: str) -> float:
         """Weight of a loss.
 
         Raises:
-          ValueError: it has none.
+          ValueError: the loss has no weight.
         """
         scales = dict(self.loss_scales)
         name = "rec" if loss in self.decoded and loss not in scales else loss
@@ -121,7 +121,7 @@ class AgentSettings:
 
 
 class Model(eqx.Module):
-    """The networks that are trained, with all of their parameters."""
+    """The trained networks, with all of their parameters."""
 
     enc: Encoder
     dyn: RSSM
@@ -143,9 +143,9 @@ class PolicyNetworks(eqx.Module):
 
 
 class State(eqx.Module):
-    """All that training changes.
+    """Everything that training changes.
 
-    The flat names of its arrays are those of checkpoints: `enc/...` to `val/...`,
+    The flat names of its arrays are those in checkpoints: `enc/...` to `val/...`,
     `slowval/...`, `slowval_count/value`, `retnorm/lo/value`, `opt/...`.
     """
 
@@ -180,11 +180,11 @@ def init(
       compute_dtype: float32 or bfloat16.
       replay_context: steps of context before each sequence.
       priority: whether training returns priorities for the replay.
-      tuning: for the device.
+      tuning: settings for the speed of the device.
       extra_losses: computes further losses; see `ExtraLosses`.
 
     Raises:
-      ValueError: a space that the networks cannot take.
+      ValueError: a space, the name of a key, or a loss scale cannot be used.
     """
     spaces = _observations(obs_space)
     settings = _make_settings(
@@ -221,7 +221,7 @@ def init(
     model = with_flat_params(jax.tree.map(jnp.asarray, model), draw(key, recipes))
     return State(
         model=model,
-        # A copy, since the buffers of a state may be donated, each once.
+        # A copy, since a buffer of the state can be donated only once.
         slowval=jax.tree.map(jnp.copy, model.val),
         slowval_count={"value": jnp.zeros((), jnp.int32)},
         opt=settings.opt.init(model),
@@ -230,7 +230,7 @@ def init(
 
 
 def init_carry(params: Model | PolicyNetworks, batch: int) -> Carry:
-    """Carry before the first step of policies and of training alike: zeros."""
+    """Carry before the first step, for both policies and training: zeros."""
     action = {
         key: jnp.zeros((batch, *space.shape), values.jax_dtype(space))
         for key, space in params.pol.spaces
@@ -272,7 +272,7 @@ def policy(
 def policy_noise(
     params: Model | PolicyNetworks, seed: Array, batch: int
 ) -> dict[str, Any]:
-    """Draws the noise of a policy step: of the states, and of actions by key."""
+    """Draws the noise of a policy step: for the states, and for the actions by key."""
     state_key, action_key = jax.random.split(as_key(seed))
     return {
         "state": params.dyn.noise(state_key, (batch,)),
@@ -292,7 +292,8 @@ def policy_step(
       params: networks.
       carry: recurrent state and last action of each env.
       obs: [B, ...] by key, `is_first` included.
-      noise: as `policy_noise` draws it; the most likely actions without `action`.
+      noise: from `policy_noise`; where `action` is None, the most likely actions are
+        taken.
     """
     latent, _ = params.dyn.step(
         {"deter": carry["deter"], "stoch": carry["stoch"]},
@@ -308,9 +309,9 @@ def policy_step(
 
 
 def policy_params(model: Model) -> PolicyNetworks:
-    """Returns the networks that acting needs, matrices in the compute dtype.
+    """Returns the networks that acting needs, with matrices in the compute dtype.
 
-    They are cast in each step anyway, so actions do not change by it.
+    Each step casts them anyway, so this does not change the actions.
     """
     parts = {
         name: part
@@ -328,18 +329,18 @@ def features(latent: Latent) -> Array:
 
 
 def pack_latent(latent: Latent) -> dict[str, Array]:
-    """Latents as the replay stores them: deter as it is, stoch as class indices."""
+    """Latents as the replay stores them: deter, and stoch as class indices."""
     classes = latent["stoch"].shape[-1]
     index = jnp.argmax(latent["stoch"], -1)
     dtype = jnp.uint8 if classes <= 256 else jnp.uint16
     deter = latent["deter"]
-    # What is not finite would come back with every batch of the replay.
+    # Values that are not finite would return with every batch from the replay.
     deter = jnp.where(jnp.isfinite(deter), deter, 0)
     return {DETER: deter, STOCH: index.astype(dtype)}
 
 
 def unpack_latent(params: Model, deter: Array, stoch: Array) -> Latent:
-    """Inverse of `pack_latent`; one-hots are taken, too."""
+    """Inverse of `pack_latent`; also takes stoch as one-hots."""
     cell = params.dyn.cell
     if stoch.ndim == deter.ndim:
         index = stoch.astype(jnp.int32)
@@ -348,14 +349,14 @@ def unpack_latent(params: Model, deter: Array, stoch: Array) -> Latent:
 
 
 def named_spaces(spaces: Mapping[str, Any], without: Container[str]) -> NamedSpaces:
-    """Spaces sorted by key, without those named."""
+    """Spaces sorted by key, except the keys in `without`."""
     return tuple(
         (key, Space.of(spaces[key])) for key in sorted(spaces) if key not in without
     )
 
 
 def as_key(seed: Array) -> Array:
-    """Makes a random key of a key, of a key's data, or of an integer."""
+    """Makes a random key from a key, a key's data, or an integer."""
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return seed
     if seed.ndim == 0:
@@ -403,8 +404,8 @@ def _check_scales(
     if unknown and extra_losses is None:
         raise ValueError(
             f"agent.loss_scales: expected the names of losses, {', '.join(LOSSES)} and "
-            f"rec, got {', '.join(unknown)}. Losses of one's own need an agent with "
-            "extra_losses."
+            f"rec, got {', '.join(unknown)}. Additional losses need an agent that "
+            "defines extra_losses."
         )
 
 

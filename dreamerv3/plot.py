@@ -4,10 +4,10 @@
     python -m dreamerv3.plot 'logdir/*' --out curves.svg
 
 Each dot is an episode, at the agent step at which it ended. A single run gets a running
-mean. Runs with the same label are seeds of one curve, their mean, in a band from the
-least to the most. Runs of several tasks get a panel for each task. A published curve of
-a task is drawn beside them where there is one (`dreamerv3/suite/published.json`). Needs
-matplotlib, the extra `plot`.
+mean. Runs with the same label are seeds of one curve, drawn as their mean in a band
+from the lowest to the highest value. Runs of several tasks get a panel for each task.
+The published curve of a task is drawn beside them if there is one
+(`dreamerv3/suite/published.json`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LEGEND_COLUMNS, LEGEND_WIDTH = 3, 0.9 * WIDTH  # At most.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draws what the arguments ask for; returns 2 if that is impossible, else 0."""
+    """Draws the runs that the arguments name; returns 2 if it cannot, else 0."""
     options = parse(argv)
     try:
         out = render(
@@ -82,17 +82,18 @@ def render(
       metric: what to draw over steps.
       labels: one for each run; runs with the same label are seeds of one curve. By
         default the size of the model.
-      reference: task whose published curve to show, or `none`; by default that of the
-        runs, if there is one and the metric is the score.
-      steps_per: agent steps of a bin of the mean over seeds.
-      window: episodes of the running mean of a run; by default a tenth of them.
+      reference: task whose published curve to show, or `none`; by default the task of
+        the runs, if it has such a curve and the metric is the score.
+      steps_per: agent steps per bin of the mean over seeds.
+      window: episodes in the running mean of a run; by default a tenth of its
+        episodes, at most 100.
       until: agent step up to which to draw.
 
     Returns:
       The path of the picture.
 
     Raises:
-      PlotError: files or packages are missing, or what they hold cannot be drawn.
+      PlotError: files or packages are missing, or the files cannot be drawn.
     """
     out = Path(out)
     if out.suffix.lower() not in FORMATS:
@@ -128,7 +129,7 @@ def find_runs(given: str | Path) -> list[Path]:
     """Returns the logdirs that a path with or without wildcards stands for, sorted.
 
     Raises:
-      PlotError: wildcards match the logdir of no run.
+      PlotError: no logdir of a run matches the wildcards.
     """
     given = str(given)
     if not glob.has_magic(given) or Path(given).exists():
@@ -186,7 +187,7 @@ def _draw_task(
 
 
 def title(runs: Sequence[Curve]) -> str:
-    """Returns task, sizes, and how many seeds there are, or runs if seeds repeat."""
+    """Returns task, sizes, and the number of seeds, or of runs if seeds repeat."""
     sizes = " and ".join(dict.fromkeys(run.size for run in runs))
     noun = "seed" if len({run.seed for run in runs}) == len(runs) else "run"
     plural = "" if len(runs) == 1 else "s"
@@ -194,7 +195,7 @@ def title(runs: Sequence[Curve]) -> str:
 
 
 def _read_reference(run: Curve, name: str | None) -> PublishedCurve | None:
-    """Finds the published curve to show beside a run, of its task or a named one."""
+    """Finds the published curve to show beside a run: of its task or of task `name`."""
     if name == "none":
         return None
     found = find_published(run, name)
@@ -289,7 +290,7 @@ def _draw_alone(
     axes: Any, label: str, run: Curve, color: str, window: int | None, noun: str
 ) -> None:
     size = window or curves.default_window(len(run.values))
-    begin = min(size, len(run.values)) // 4  # The mean of a few is all chance.
+    begin = min(size, len(run.values)) // 4  # The mean of few values is mostly noise.
     axes.plot(
         *(run.steps[begin:], curves.running_mean(run.values, size)[begin:]),
         color=color,
@@ -307,7 +308,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("logdirs", nargs="+", metavar="LOGDIR")
     parser.add_argument("--out", required=True, metavar="FILE", help=".png or .svg")
     parser.add_argument("--metric", default=curves.SCORE)
-    parser.add_argument("--label", nargs="+", help="one a run; equal ones are seeds")
+    parser.add_argument(
+        "--label",
+        nargs="+",
+        help="one per run; runs with equal labels are seeds of one curve",
+    )
     parser.add_argument("--reference", help="task of a published curve, or none")
     parser.add_argument(
         "--steps-per", type=_positive(float), help="agent steps of a bin over seeds"

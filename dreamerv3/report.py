@@ -27,7 +27,7 @@ from dreamerv3.training import (
     loss_terms,
     norm_states,
     observe,
-    open_batch,
+    split_context,
 )
 from embodied.jax import values
 from embodied.jax.nets import Array, Tree, f32, symlog
@@ -56,10 +56,10 @@ def report_step(
       gradients: whether to report the norm of each loss's gradient.
 
     Returns:
-      The new carry, and metrics: those of training that are no optimiser's, and
+      The new carry, and metrics: those of training except the optimiser's, and
       `openloop/KEY`, a video [frames, height, width, 3] uint8 for images. If no
       observation is an image, there are `openloop/KEY_error` [T] for vectors, and its
-      means `openloop/KEY_observed` and `openloop/KEY_imagined`.
+      means over the two halves, `openloop/KEY_observed` and `openloop/KEY_imagined`.
     """
     loss_key, loop_key = jax.random.split(as_key(seed))
     _, (new_carry, _, metrics, _) = loss_terms(
@@ -68,7 +68,7 @@ def report_step(
     if gradients:
         metrics.update(gradient_norms(state, carry, batch, loss_key))
     steps = batch["is_first"].shape[1] - state.model.settings.replay_context
-    if steps > 1:  # Else there are no two halves.
+    if steps > 1:  # A single step has no two halves.
         metrics.update(_open_loop_metrics(state.model, carry, batch, loop_key))
     return new_carry, metrics
 
@@ -87,7 +87,7 @@ def gradient_norms(state: State, carry: Carry, batch: Batch, seed: Array) -> Met
         seeds = dict(zip(names, chosen))
         return optax.tree.norm(pull(seeds)[0])
 
-    # One after the other, so that the gradients of one loss are in memory at a time.
+    # One loss at a time, so that only its gradients are in memory.
     norms = jax.lax.map(norm, jnp.eye(len(names)))
     return {f"gradnorm/{name}": value for name, value in zip(names, norms)}
 
@@ -112,7 +112,7 @@ def open_loop(
     """
     carry, batch = jax.tree.map(lambda x: x[:limit], (carry, dict(batch)))
     observe_key, imagine_key = jax.random.split(as_key(seed))
-    latent, action, data = open_batch(params, carry, batch)
+    latent, action, data = split_context(params, carry, batch)
     rows, steps = data["is_first"].shape
     half = steps // 2
     seen = {key: value[:, :half] for key, value in data.items()}
@@ -154,7 +154,7 @@ def open_loop_video(truth: Array, prediction: Array) -> Array:
 
 
 def parameter_summary(model: Tree) -> str:
-    """Returns how many parameters each network has; takes shapes, too."""
+    """Returns the number of parameters of each network, as text; also takes shapes."""
     sizes: dict[str, int] = {}
     for name, leaf in flat_params(model).items():
         part = name.partition("/")[0]
@@ -184,9 +184,9 @@ def _open_loop_metrics(
 
 
 def _error_curve(space: values.Space, truth: Array, prediction: Array) -> Array:
-    """Mean error [T] of vectors [B, T, ...]; steps that are missing count nothing.
+    """Mean error [T] of vectors [B, T, ...], over the values that are not missing.
 
-    Of categories it is the share that is wrong, of numbers the distance of symlogs.
+    For categories it is the share of wrong ones, for numbers the distance of symlogs.
     """
     there = values.present(space, truth)
     axes = tuple(range(2, truth.ndim))
@@ -201,7 +201,7 @@ def _error_curve(space: values.Space, truth: Array, prediction: Array) -> Array:
 
 
 def _in_colour(image: Array) -> Array:
-    """Makes three channels of any number: grey if there are fewer, else the first."""
+    """Returns images with three channels: the first three, or grey from the first."""
     if image.shape[-1] >= 3:
         return image[..., :3]
     return jnp.repeat(image[..., :1], 3, -1)

@@ -14,14 +14,23 @@ import jax
 import jax.numpy as jnp
 
 from embodied.jax.distributions import Categorical
-from embodied.jax.nets import Array, Builder, Recipes, Tree, activate, f32, sg
+from embodied.jax.nets import (
+    Array,
+    Builder,
+    Recipes,
+    Tree,
+    activate,
+    add_bias,
+    f32,
+    sg,
+)
 
 Latent = dict[str, Array]  # deter [..., D] and stoch [..., S, C], compute dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Sizes of the model, and the functions that both of its forms are made of.
+    """Sizes of the model, and the functions that its plain and fused forms share.
 
     All arrays may have any leading axes.
 
@@ -35,7 +44,7 @@ class Cell:
       imglayers: layers of the prior.
       obslayers: layers of the posterior.
       dynlayers: block layers before the gates.
-      absolute: whether the posterior does not see the deterministic state.
+      absolute: whether the posterior ignores the deterministic state.
       act: name of the activation.
       dtype: compute dtype.
     """
@@ -62,16 +71,19 @@ class Cell:
         return activate(parts[f"{name}norm"], x, self.act, self.dtype)
 
     def per_block(self, deter: Array, shared: list[Array]) -> Array:
-        """Gives each block its slice of deter and then all of `shared`, flat."""
+        """Joins, for each block, its slice of deter and all of `shared`; flattened."""
         lead = deter.shape[:-1]
         own = deter.reshape((*lead, self.blocks, -1))
         both = jnp.concatenate(shared, -1)[..., None, :]
         both = jnp.broadcast_to(both, (*lead, self.blocks, both.shape[-1]))
         return jnp.concatenate([own, both], -1).reshape((*lead, -1))
 
-    def gates(self, x: Array, deter: Array) -> Array:
-        """The GRU's update of deter [..., D] from [..., 3 D], in float32."""
-        old, _, _, candidate, update = self._gate_values(x, deter)
+    def gates(self, x: Array, deter: Array, bias: Array | None = None) -> Array:
+        """Updates deter [..., D] by the GRU gates of x [..., 3 D], in float32.
+
+        A `bias` [3 D] that x lacks is added to it.
+        """
+        old, _, _, candidate, update = self._gate_values(x, deter, bias)
         new = old + update * (candidate - old)
         return new.reshape(deter.shape).astype(self.dtype)
 
@@ -84,13 +96,22 @@ class Cell:
         slopes = jnp.stack([by_reset, slope * reset, by_update], -2)
         return slopes, (1 - update).reshape(deter.shape)
 
-    def _gate_values(self, x: Array, deter: Array) -> tuple[Array, ...]:
+    def _gate_values(
+        self, x: Array, deter: Array, bias: Array | None = None
+    ) -> tuple[Array, ...]:
         """Old deter, reset, input of the candidate, candidate and update, by block."""
         lead = deter.shape[:-1]
-        x = f32(x).reshape((*lead, self.blocks, 3, -1))
+        x = x.reshape((*lead, self.blocks, 3, -1))
+        parts = [x[..., index, :] for index in range(3)]
+        if bias is not None:
+            # To each part, since a compiler makes a sum with the whole product a part
+            # of that product, which then needs a copy of the bias for every row.
+            bias = bias.reshape((self.blocks, 3, -1))
+            parts = [add_bias(part, bias[:, i]) for i, part in enumerate(parts)]
+        parts = [f32(part) for part in parts]
         old = f32(deter).reshape((*lead, self.blocks, -1))
-        reset, inner = jax.nn.sigmoid(x[..., 0, :]), x[..., 1, :]
-        update = jax.nn.sigmoid(x[..., 2, :] - 1)
+        reset, inner = jax.nn.sigmoid(parts[0]), parts[1]
+        update = jax.nn.sigmoid(parts[2] - 1)
         return old, reset, inner, jnp.tanh(reset * inner), update
 
     def grouped(self, x: Array) -> Array:
@@ -107,7 +128,7 @@ class Cell:
 
 
 class RSSM(eqx.Module):
-    """A deterministic state that a GRU in blocks updates, and categorical variables."""
+    """A deterministic state updated by a block GRU, and categorical variables."""
 
     parts: dict[str, Any]
     cell: Cell = eqx.field(static=True)
@@ -149,7 +170,7 @@ class RSSM(eqx.Module):
         return self.prior_after_first(self.parts["prior0"](deter))
 
     def prior_after_first(self, x: Array) -> Array:
-        """Logits of the prior from the output of `prior0`, for callers who have it."""
+        """Logits of the prior from the output of `prior0`, for callers that have it."""
         cell, parts = self.cell, self.parts
         for index in range(cell.imglayers):
             if index:
@@ -160,13 +181,14 @@ class RSSM(eqx.Module):
     def step(
         self, latent: Latent, action: Array, tokens: Array, first: Array, noise: Array
     ) -> tuple[Latent, Array]:
-        """Steps on with an observation.
+        """Computes the next state, given an observation.
 
         Args:
           latent: state before the step, [..., D] and [..., S, C].
           action: [..., A] float32, the action before the step.
           tokens: [..., E] compute dtype.
-          first: [...] bool; the state and action before the step are zeros there.
+          first: [...] bool, whether an episode begins; the state and action before
+            such a step are replaced by zeros.
           noise: [..., S, C] float32, from `noise`.
 
         Returns:

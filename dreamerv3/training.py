@@ -5,7 +5,7 @@ Pure functions of arrays, to be compiled by the caller:
     state, carry, outputs, metrics = train_step(state, carry, batch, seed)
 
 Batches hold arrays [B, K + T, ...], where K is the replay context, and latents
-[B, K, ...] (further steps of theirs are not read). All results refer to the T steps.
+[B, K, ...], of which further steps are not read. All results refer to the T steps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dreamerv3.rssm import Latent, time_first
 from embodied.jax.algorithm import Gather
 from embodied.jax.heads import TwoHotHead, action_event, action_vector
 from embodied.jax.nets import Array, sg
-from embodied.jax.optim import keep_if
+from embodied.jax.optim import select_tree
 
 Batch = Mapping[str, Array]
 Metrics = dict[str, Array]
@@ -65,7 +65,7 @@ def train_step(
       carry: of the last batch, or from `init_carry`.
       batch: arrays [B, K + T, ...] by key, latents [B, K, ...].
       seed: random key, or its data, or an integer.
-      gather: takes weights from where they lie to where they are used.
+      gather: brings weights from where they are stored to where they are used.
 
     Returns:
       The new state and carry; outputs, of which `replay` goes back to the replay
@@ -85,7 +85,7 @@ def train_step(
     rest = {"slowval": slowval, "slowval_count": {"value": count}, **norms}
     before = {name: getattr(state, name) for name in rest}
     finite = opt_metrics["nonfinite"] == 0
-    state = State(model=model, opt=opt_state, **keep_if(finite, rest, before))
+    state = State(model=model, opt=opt_state, **select_tree(finite, rest, before))
     metrics["opt/loss"] = value
     metrics.update({f"opt/{key}": value for key, value in opt_metrics.items()})
     return state, carry, outputs, metrics
@@ -103,13 +103,13 @@ def loss(
     """Computes the sum of all scaled losses.
 
     Args:
-      params: networks, by which it may be differentiated.
+      params: networks; the loss can be differentiated by them.
       carry: of the last batch.
       batch: arrays [B, K + T, ...] by key.
       seed: random key, or its data, or an integer.
       slowval: the slow value.
       norms: states of the normalisers.
-      training: whether the normalisers take in this batch.
+      training: whether to update the normalisers with this batch.
 
     Returns:
       The loss, and the new carry, outputs, metrics and states of the normalisers.
@@ -128,13 +128,13 @@ def loss_terms(
     norms: NormState,
     training: bool = True,
 ) -> tuple[dict[str, Array], tuple[Carry, dict[str, Any], Metrics, NormState]]:
-    """Computes the mean of each loss by name; otherwise as `loss`."""
+    """Like `loss`, but returns the unscaled mean of each loss, by name."""
     settings = params.settings
     observe_key, imagine_key = jax.random.split(as_key(seed))
-    latent, action, data = open_batch(params, carry, batch)
+    latent, action, data = split_context(params, carry, batch)
     states, logits = observe(params, latent, action, data, observe_key)
     losses, metrics = world_losses(params, states, logits, data)
-    losses |= own_losses(params, states, data, losses)
+    losses |= additional_losses(params, states, data, losses)
     outputs: dict[str, Any] = {}
     if settings.replay_context or settings.priority:
         outputs["replay"] = {"stepid": data["stepid"]}
@@ -143,7 +143,7 @@ def loss_terms(
     if settings.priority:
         scaled = (settings.scale(key) * value for key, value in losses.items())
         priority = sg(total(scaled))
-        # A step whose loss is not finite has nothing to teach.
+        # Training on a step whose loss is not finite is useless.
         priority = jnp.where(jnp.isfinite(priority), priority, 0)
         outputs["replay"]["priority"] = priority
     behavior, norms, more = behavior_losses(
@@ -152,11 +152,11 @@ def loss_terms(
     means = {key: value.mean() for key, value in {**losses, **behavior}.items()}
     metrics.update(more)
     metrics.update({f"loss/{key}": value for key, value in means.items()})
-    carry = close_batch(params, states, batch)
+    carry = next_carry(params, states, batch)
     return means, (carry, outputs, sg(metrics), norms)
 
 
-def open_batch(
+def split_context(
     params: Model, carry: Carry, batch: Batch
 ) -> tuple[Latent, Array, dict[str, Array]]:
     """Separates the context of a batch from its T steps.
@@ -190,9 +190,9 @@ def open_batch(
     return latent, action_vector(spaces, before), data
 
 
-def close_batch(params: Model, states: Latent, batch: Batch) -> Carry:
+def next_carry(params: Model, states: Latent, batch: Batch) -> Carry:
     """Returns the carry for the batch that follows."""
-    # A batch that is not finite must not spoil those after it.
+    # Values that are not finite must not spoil the batches that follow.
     latent = {
         name: jnp.where(jnp.isfinite(value[:, -1]), value[:, -1], 0)
         for name, value in states.items()
@@ -233,13 +233,13 @@ def world_losses(
     return losses, metrics
 
 
-def own_losses(
+def additional_losses(
     params: Model, states: Latent, data: Batch, taken: Mapping[str, Array]
 ) -> dict[str, Array]:
     """Losses [B, T] of the agent's `extra_losses`, by name.
 
     Raises:
-      ValueError: a name is taken, or a loss has another shape.
+      ValueError: a name is already taken, or a loss is not of shape [B, T].
     """
     if params.settings.extra_losses is None:
         return {}
@@ -271,7 +271,7 @@ def behavior_losses(
     last = min(settings.imag_last or steps, steps)
     states = jax.tree.map(lambda x: x[:, -last:], states)
     starts = jax.tree.map(lambda x: x.reshape((batch * last, *x.shape[2:])), states)
-    # Time comes first until the small outputs, as the scan has left it.
+    # Time stays the first axis, as in the scan, until the outputs are small.
     feat, actions = imagine(
         params.dyn,
         params.pol,
@@ -282,17 +282,20 @@ def behavior_losses(
     )
     if settings.ac_grads:
         feat = jnp.concatenate([features(starts)[None], feat[1:]], 0)
-    # Of all states, since the policy in all but the last would be a copy of them.
-    policy = jax.tree.map(lambda x: x[:-1], params.pol(feat))
+    # As rows, so that compilers cannot choose another order of the axes for norms.
+    rows = feat.reshape((-1, feat.shape[-1]))
     outs = {
-        "rew": params.rew(sg(feat)).pred(),
-        "con": params.con(sg(feat)).prob(),
-        "value": params.val(feat),
-        "slow": slowval(sg(feat)),
-        "policy": policy,
-        "actions": {
-            key: action_event(space, actions[key]) for key, space in params.pol.spaces
-        },
+        "rew": params.rew(sg(rows)).pred(),
+        "con": params.con(sg(rows)).prob(),
+        "value": params.val(rows),
+        "slow": slowval(sg(rows)),
+        "policy": params.pol(rows),
+    }
+    outs = jax.tree.map(lambda x: x.reshape((*feat.shape[:2], *x.shape[1:])), outs)
+    # Not before, because leaving out the last state of the features would be a copy.
+    outs["policy"] = jax.tree.map(lambda x: x[:-1], outs["policy"])
+    outs["actions"] = {
+        key: action_event(space, actions[key]) for key, space in params.pol.spaces
     }
     losses, ret, norms, metrics = imag_loss(
         Imagined(**jax.tree.map(time_first, outs)),

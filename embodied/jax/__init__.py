@@ -6,7 +6,7 @@ __all__ = ["Agent"]
 
 
 def __getattr__(name: str) -> Any:
-    # On first use, because its submodules are also used without all of JAX set up.
+    # On first use, because submodules are also used where JAX is not set up.
     if name == "Agent":
         from embodied.jax.agent import JaxAgent
 

@@ -1,4 +1,4 @@
-"""An agent of an algorithm's pure functions: devices, threads, checkpoints.
+"""Runs an algorithm's pure functions as an agent: devices, threads, checkpoints.
 
 Agent process. The learner's thread calls train, report, save and load; the actor's
 threads call policy and policy_table. They meet only where an update hands the policy
@@ -21,12 +21,7 @@ from embodied.jax import devices
 from embodied.jax.algorithm import Algorithm
 from embodied.jax.device_stream import Placer, open_stream
 from embodied.jax.devices import Layout
-from embodied.jax.param_names import (
-    choose_arrays,
-    join_parts,
-    name_matches,
-    split_parts,
-)
+from embodied.jax.param_names import OPT, choose_arrays, name_matches
 from embodied.jax.policy_runner import Parameters, PolicyRunner
 from embodied.jax.train_runner import NonfiniteWatch, TrainRunner
 
@@ -44,10 +39,10 @@ class AgentOptions:
       policy_devices: indices of this host's devices that run the policy.
       policy_mesh: how they are arranged.
       enable_policy: whether there is a policy; a host that only trains needs none.
-      deterministic: act with the newest parameters, though it may mean to wait.
+      deterministic: act with the newest parameters, even if that means waiting.
       actor_batch: how many environments usually step together.
-      max_nonfinite: updates in a row that may be not finite; 0 for any number.
-      folder: where to write the batch of the last of them.
+      max_nonfinite: non-finite updates in a row at which to end; 0 for never.
+      folder: where to write the batch of the last one.
       compiler: options of the compiler.
     """
 
@@ -79,10 +74,17 @@ class JaxAgent(Agent):
     Args:
       algorithm: the pure functions.
       options: how to run them.
+      facts: plain values that belong to the agent and are saved with its state.
     """
 
-    def __init__(self, algorithm: Algorithm, options: AgentOptions):
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        options: AgentOptions,
+        facts: Mapping[str, Tree] | None = None,
+    ):
         self.options = options
+        self._facts = dict(facts or {})
         self._lock = threading.Lock()
         self._streams = 0
         train = devices.train_layout(options.train_devices, options.train_mesh)
@@ -90,7 +92,7 @@ class JaxAgent(Agent):
         acting = None
         if options.enable_policy:
             acting = devices.policy_layout(options.policy_devices, options.policy_mesh)
-        # Of the devices that act: cpu, gpu or tpu.
+        # Platform of the devices that act: cpu, gpu or tpu.
         self.platform = (acting or train).mesh.devices.flat[0].platform
         parameters, publish_shardings = None, None
         if acting is not None:
@@ -135,13 +137,13 @@ class JaxAgent(Agent):
     ) -> tuple[Tree, dict[str, Array], dict[str, Array]]:
         """Chooses actions [B, ...]; the carry stays on the device.
 
-        Observations that are not finite are taken as missing, counted and reported,
-        with the key `envid` of the observations if there is one.
+        Observations that are not finite are treated as missing, counted and reported,
+        with their `envid` if the observations have this key.
         """
         return self._runner.policy(carry, obs, mode, obs.get("envid"))
 
     def init_table(self, slots: int) -> None:
-        """Makes the table of carries for `policy_table`; all slots begin anew."""
+        """Makes the table of carries for `policy_table`, with all slots reset."""
         self._runner.init_table(slots, self.options.actor_batch)
 
     def policy_table(
@@ -166,7 +168,7 @@ class JaxAgent(Agent):
         return self._runner.table_step(slots, obs, mode, envids)
 
     def reset_slots(self, slots: Sequence[int] | Array) -> None:
-        """Restarts slots of the table, for other environments."""
+        """Resets slots of the table, for other environments."""
         self._runner.reset(slots)
 
     def train(
@@ -174,9 +176,9 @@ class JaxAgent(Agent):
     ) -> tuple[Tree, dict[str, Any], dict[str, Array]]:
         """Starts an update from a batch [B, T, ...].
 
-        Outputs and metrics are those of the call before, so that nobody waits for
-        the devices; those of the first call are empty. The carry given cannot be used
-        again.
+        Outputs and metrics are those of the previous call, so that the caller does not
+        wait for the devices; those of the first call are empty. The given carry cannot
+        be used again.
         """
         carry, outputs, metrics = self._trainer.train(carry, batch)
         return carry, outputs, {**metrics, **self._counts()}
@@ -192,9 +194,9 @@ class JaxAgent(Agent):
         return self._trainer.report(carry, batch)
 
     def stream(self, st: Iterable[dict[str, Array]]) -> Iterator[dict[str, Array]]:
-        """Moves batches to the devices in a thread ahead of the reader, with `seed`.
+        """Adds `seed` to batches, and moves them to the devices ahead, in a thread.
 
-        Saving, loading and closing reach `st`, and no batch is lost by it. Streams
+        Saving, loading and closing are passed on to `st`, and lose no batch. Streams
         that are opened in the same order in another run have the same seeds.
         """
         with self._lock:
@@ -203,19 +205,20 @@ class JaxAgent(Agent):
         return open_stream(st, self._placer, seed, STREAM_SEED, updates, index)
 
     def save(self) -> Tree:
-        """Returns all state as NumPy arrays by flat name, and counters."""
+        """Returns all state as NumPy arrays by flat name, counters, and the facts."""
         calls = self._policy_runner.calls if self._policy_runner else 0
         counters = {"updates": self._trainer.updates, "policy_calls": calls}
-        return {**split_parts(self._trainer.arrays()), "counters": counters}
+        arrays = split_parts(self._trainer.arrays())
+        return {**arrays, "counters": counters, **self._facts}
 
     def load(self, data: Tree, regex: str | None = None) -> None:
         """Restores what `save` returned.
 
         Args:
           data: from `save`.
-          regex: load only what it matches the beginning of the flat name of; names
+          regex: load only entries whose flat name it matches at the beginning; names
             of the optimiser's state begin with `opt/`, counters with `counters/`.
-            Names that exist only here or only there are reported then; without a
+            Names that only `data` or only this agent has are logged then; without a
             regex they are an error.
 
         Raises:
@@ -236,7 +239,7 @@ class JaxAgent(Agent):
             )
 
     def _counts(self) -> dict[str, Any]:
-        """Numbers of values that were not finite and have been replaced, by key."""
+        """Returns how many non-finite values have been replaced, by key."""
         counts: dict[str, int] = {}
         if self._policy_runner:
             counts.update(self._policy_runner.observations.counts())
@@ -253,13 +256,26 @@ class JaxAgent(Agent):
         return self._policy_runner
 
 
+def join_parts(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arrays of a saved agent by flat name, the optimiser's included."""
+    opt = {OPT + name: value for name, value in data.get("opt", {}).items()}
+    return {**data["params"], **opt}
+
+
+def split_parts(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Inverse of `join_parts`: the parts `params` and `opt` of a saved agent."""
+    opt = {k.removeprefix(OPT): v for k, v in arrays.items() if k.startswith(OPT)}
+    params = {k: v for k, v in arrays.items() if not k.startswith(OPT)}
+    return {"params": params, "opt": opt}
+
+
 def _mover(layout: Layout) -> Callable[[list[Array]], list[Array]]:
     shardings: list[Any] = []  # Of all leaves, from the first call on.
 
     def move(leaves: list[Array]) -> list[Array]:
         if not shardings:
             shardings.extend(layout.weights(leaves))
-        return devices.hand_over(leaves, shardings)
+        return devices.copy_to_local(leaves, shardings)
 
     return move
 

@@ -22,19 +22,19 @@ class Algorithm:
     outputs have the rows of the batch as their first axis.
 
     Attributes:
-      init: makes the state of a random key.
-      carry: makes the carry of so many rows, before the first step of training,
-        reports and policies alike, from a state or from the policy's parameters.
-      train: makes one update: state, carry, batch, seed and a function to the new
-        state, the new carry, outputs and metrics. The function gathers weights that
-        are split; they go through it before they are used, and gradients are those
-        of what goes into it. Metric `opt/nonfinite` is the number of updates in a row
-        that were skipped since they were not finite.
-      report: state, carry, batch and seed to the new carry and metrics.
-      policy_params: takes from a state what the policy needs.
-      policy: parameters, carry, observations, seed and mode to the new carry,
+      init: makes the initial state from a random key.
+      carry: makes the carry before the first step for a number of rows, from a state
+        or from the policy's parameters. Training, reports and policies share it.
+      train: makes one update: maps state, carry, batch, seed and a gather function to
+        the new state, the new carry, outputs and metrics. Weights that are split over
+        devices must pass through the gather function before they are used; gradients
+        are taken with respect to its inputs. The metric `opt/nonfinite` is the number
+        of updates in a row that were skipped since they were not finite.
+      report: maps state, carry, batch and seed to the new carry and metrics.
+      policy_params: returns the parameters of a state that the policy needs.
+      policy: maps parameters, carry, observations, seed and mode to the new carry,
         actions and outputs.
-      observations: spaces that the policy reads.
+      observations: spaces of the observations that the policy reads.
       batch_keys: keys of batches that `train` and `report` read.
       modes: the mode that `policy` is compiled for, by the mode it is called with.
     """

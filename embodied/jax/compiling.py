@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import time
@@ -10,18 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax._src import distributed
 
-from embodied.jax.nets import Array, Tree
-
-MEET_SECONDS = 1800.0  # For the slowest host.
+MEET_SECONDS = 1800.0  # How long to wait for the slowest host.
 
 logger = logging.getLogger(__name__)
 _meetings = itertools.count()
-
-Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 def compile_ahead(
@@ -34,19 +27,19 @@ def compile_ahead(
     options: Mapping[str, Any] | None = None,
     hosts: bool = False,
 ) -> Callable[..., Any]:
-    """Compiles a function for the shapes of arguments, and for where they lie.
+    """Compiles a function for the shapes and shardings of its arguments.
 
     Args:
-      function: of arrays.
+      function: function of arrays.
       arguments: arrays, or their shapes with shardings.
-      name: what to call it in messages.
-      donate: indices of arguments whose memory the results may take.
-      out_shardings: where results lie.
-      options: of the compiler.
+      name: name of the function in messages.
+      donate: indices of arguments whose memory the results may reuse.
+      out_shardings: shardings of the results.
+      options: options of the compiler.
       hosts: whether all hosts run it together; they wait for the slowest compiler.
 
     Returns:
-      The compiled function; where compilation is turned off, the function.
+      The compiled function, or `function` itself if compilation is turned off.
     """
     if not compiles():
         return function
@@ -61,82 +54,23 @@ def compile_ahead(
     compiled = jitted.lower(*arguments).compile()
     logger.info("Compiled %s in %.1f s.", name, time.monotonic() - started)
     if hosts:
-        _meet(f"compiled {name}")
+        _barrier(f"compiled {name}")
     return compiled
 
 
-def _meet(name: str) -> None:
-    """Waits until all hosts are here.
+def _barrier(name: str) -> None:
+    """Waits until all hosts have come this far.
 
-    Hosts that run a function for the first time connect with each other, and the one
-    that comes 30 s before the others would give up on a CPU.
+    Hosts connect to each other when they first run a function. On CPUs, a host that
+    arrives 30 s before the others would give up.
     """
     if jax.process_count() > 1:
-        # No function of the public interface waits without running something.
+        # JAX has no public function that waits without running a computation.
         client: Any = distributed.global_state.client
         client.wait_at_barrier(f"{name} {next(_meetings)}", int(MEET_SECONDS * 1000))
 
 
 def compiles() -> bool:
-    """Returns False where `jax.jit` of the configuration turns compilation off."""
+    """Whether functions are compiled; the setting `jax.jit` can turn this off."""
     config: Any = jax.config  # Type checkers know none of its settings.
     return not config.jax_disable_jit
-
-
-def signature(arrays: Mapping[str, Any]) -> Signature:
-    """Keys, shapes and dtypes, which a compiled function depends on."""
-    return tuple(
-        (key, value.shape, str(value.dtype)) for key, value in sorted(arrays.items())
-    )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Packed:
-    """A dict of arrays, with the scalars of each dtype in one array.
-
-    An array for itself takes a copy from the device for itself, however small.
-
-    Attributes:
-      vectors: [N] by dtype.
-      rest: arrays with dimensions, by key.
-      names: keys of the scalars, by dtype.
-    """
-
-    vectors: dict[str, Array]
-    rest: dict[str, Array]
-    names: tuple[tuple[str, tuple[str, ...]], ...] = dataclasses.field(
-        metadata={"static": True}
-    )
-
-    def unpack(self) -> dict[str, np.ndarray]:
-        """The dict, once the arrays are on the host."""
-        result: dict[str, Any] = dict(self.rest)
-        for dtype, names in self.names:
-            result.update(zip(names, self.vectors[dtype]))
-        return result
-
-
-def pack(arrays: Mapping[str, Array]) -> Packed:
-    """Packs a dict of arrays; to be used within the function that makes them."""
-    groups: dict[str, dict[str, Array]] = {}
-    rest = {}
-    for key, value in sorted(arrays.items()):
-        if value.ndim:
-            rest[key] = value
-        else:
-            groups.setdefault(str(value.dtype), {})[key] = value
-    vectors = {
-        dtype: jnp.stack(list(group.values())) for dtype, group in groups.items()
-    }
-    names = tuple((dtype, tuple(group)) for dtype, group in sorted(groups.items()))
-    return Packed(vectors, rest, names)
-
-
-def copies(tree: Tree) -> list[Array]:
-    """Leaves of a tree in memory of their own, even where a function returns its input.
-
-    To be used within a compiled function whose other arguments or results are donated
-    later.
-    """
-    return [jnp.copy(leaf) for leaf in jax.tree.leaves(tree)]

@@ -24,7 +24,7 @@ AHEAD = 2  # Batches that wait on the devices.
 
 
 def seed_words(*entropy: int) -> np.ndarray:
-    """Mixes numbers to the data of a random key, [2] uint32."""
+    """Mixes numbers into the data of a random key, [2] uint32."""
     return np.random.SeedSequence(entropy).generate_state(2, np.uint32)
 
 
@@ -32,7 +32,7 @@ class Seeded(Stream):
     """Adds `seed` to every batch; its position is saved with that of the source.
 
     Args:
-      source: a stream, or anything to iterate over, which then has no position.
+      source: a stream, or any other iterable, which has no position to save.
       entropy: numbers that seeds depend on, beside the index of the batch.
     """
 
@@ -54,12 +54,12 @@ class Seeded(Stream):
         return {**batch, SEED: seed}
 
     def save(self) -> Tree:
-        """Returns the source's position and what the next seed is made of."""
+        """Returns the source's position, and entropy and index of the next seed."""
         entropy = list(self._entropy)
         return {"source": self._source.save(), "entropy": entropy, "index": self._index}
 
     def load(self, data: Tree) -> None:
-        """Restores the source and goes on with the seeds that would have followed."""
+        """Restores the source, and continues with the seed after the last one."""
         self._source.load(data["source"])
         self._entropy = tuple(int(word) for word in data["entropy"])
         self._index = int(data["index"])
@@ -77,8 +77,8 @@ class Placer:
     is counted, and reported the first time. `_lock` guards the count.
 
     Args:
-      layout: of the devices.
-      keys: which arrays to take.
+      layout: layout of the devices.
+      keys: keys of the arrays to move.
     """
 
     def __init__(self, layout: Layout, keys: Iterable[str]):
@@ -88,18 +88,18 @@ class Placer:
         self._lock = threading.Lock()
 
     def __call__(self, batch: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the batch on the devices, once it is there.
+        """Moves a batch to the devices, and waits until it is there.
 
-        The arrays must not be changed afterwards: on the cpu they may be used as
-        they are.
+        The caller must not change the arrays afterwards: on the cpu they may be used
+        without a copy.
 
         Raises:
-          ValueError: a key is missing, or the rows cannot be divided.
+          ValueError: a key is missing, or the rows cannot be divided among devices.
         """
         missing = [key for key in self._keys if key not in batch]
         if missing:
             raise ValueError(
-                f"The batch expected the keys {', '.join(self._keys)}, got "
+                f"Expected a batch with the keys {', '.join(self._keys)}, got "
                 f"{', '.join(sorted(batch))}: {', '.join(missing)} is missing."
             )
         chosen = {key: np.asarray(batch[key]) for key in self._keys}

@@ -9,27 +9,27 @@ and `tensor`:
     data 0       rows 0      rows 1        each device: a quarter of the batch,
     data 1       rows 2      rows 3        half of every large weight
 
-Training devices are those of all hosts, each of which feeds its own rows. The policy
-runs on devices of its own host alone.
+Training uses devices of all hosts, and each host feeds its own rows. The policy runs on
+devices of its own host only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Tree = Any
+from embodied.base import Array, Tree
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
-# Weights with fewer elements are on every device: moving them would cost more.
+# Weights with fewer elements are whole on every device: gathering would cost more.
 SMALLEST_SPLIT = 2**12
 
 
@@ -38,8 +38,8 @@ class Layout:
     """Devices in a mesh, and where arrays lie on them.
 
     Attributes:
-      mesh: of the axes data, fsdp and tensor.
-      smallest: number of elements from which on weights are split.
+      mesh: devices along the axes data, fsdp and tensor.
+      smallest: weights with fewer elements are not split.
     """
 
     mesh: Mesh
@@ -47,12 +47,12 @@ class Layout:
 
     @property
     def everywhere(self) -> NamedSharding:
-        """Whole on every device."""
+        """Sharding of an array that is whole on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def rows(self) -> NamedSharding:
-        """Split along the first axis."""
+        """Sharding of an array that is split along its first axis."""
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
 
     @property
@@ -68,20 +68,20 @@ class Layout:
     def weights(self, tree: Tree) -> Tree:
         """Shardings of the arrays of a state, by their shapes.
 
-        The last axis is split over `tensor`, the largest of the others over `fsdp`,
-        where they can be divided.
+        The last axis is split over `tensor`, and the largest axis that is left over
+        `fsdp`, if their sizes can be divided. Vectors and small arrays stay whole.
         """
         return jax.tree.map(lambda x: NamedSharding(self.mesh, self._spec(x)), tree)
 
     def batch(self, rows: int) -> NamedSharding:
-        """Sharding of a batch of so many rows: split if it can be divided."""
+        """Sharding of a batch of `rows` rows: split if they can be divided."""
         return self.everywhere if rows % self.parts else self.rows
 
     def place(self, tree: Tree) -> Tree:
         """Moves this host's rows of a batch to its devices, without waiting.
 
         Raises:
-          ValueError: rows that cannot be divided among the devices.
+          ValueError: the rows cannot be divided among the devices.
         """
         leaves = jax.tree.leaves(tree)
         rows = np.shape(leaves[0])[0] if leaves else 0
@@ -103,10 +103,10 @@ class Layout:
             )
 
     def gather(self, weights: Tree) -> Tree:
-        """Makes weights whole along `fsdp` for their use in a compiled function.
+        """Gathers weights along `fsdp`, for use in a compiled function.
 
-        Where all three axes split something, XLA's partitioner makes gradients wrong
-        if this is left to it.
+        Left to itself, XLA's partitioner computes wrong gradients if all three axes
+        split something.
         """
         if self.mesh.shape["fsdp"] == 1:
             return weights
@@ -140,7 +140,7 @@ class Layout:
 
 
 def train_layout(indices: Sequence[int], shape: str) -> Layout:
-    """The devices of all hosts that train; `indices` are those of each host."""
+    """Layout of the training devices of all hosts; `indices` hold for each host."""
     found = [_pick(host, indices, "train") for host in range(jax.process_count())]
     layout = Layout(make_mesh([x for host in found for x in host], shape, "train"))
     if len(indices) % layout.mesh.shape["tensor"]:
@@ -152,21 +152,21 @@ def train_layout(indices: Sequence[int], shape: str) -> Layout:
 
 
 def policy_layout(indices: Sequence[int], shape: str) -> Layout:
-    """The devices of this host that run the policy."""
+    """Layout of the devices of this host that run the policy."""
     found = _pick(jax.process_index(), indices, "policy")
     return Layout(make_mesh(found, shape, "policy"))
 
 
 def make_mesh(devices: Sequence[Any], shape: str, role: str = "train") -> Mesh:
-    """Arranges devices.
+    """Arranges devices in a mesh.
 
     Args:
-      devices: in order, the last axis of the mesh first.
+      devices: devices in order; neighbours differ along the last axis of the mesh.
       shape: sizes of data, fsdp and tensor, such as `-1,1,1`; -1 for the rest.
       role: names the setting in errors.
 
     Raises:
-      ValueError: sizes that do not make up the number of devices.
+      ValueError: the product of the sizes is not the number of devices.
     """
     try:
         sizes = [int(size) for size in shape.split(",")]
@@ -187,7 +187,7 @@ def make_mesh(devices: Sequence[Any], shape: str, role: str = "train") -> Mesh:
 
 
 def put(tree: Tree, shardings: Tree) -> Tree:
-    """Moves arrays that every host has whole, without waiting."""
+    """Moves arrays to devices without waiting; every host must have them whole."""
 
     def move(x: Any, sharding: NamedSharding) -> jax.Array:
         if sharding.is_fully_addressable:
@@ -198,10 +198,10 @@ def put(tree: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(move, tree, shardings)
 
 
-def hand_over(tree: Tree, shardings: Tree) -> Tree:
+def copy_to_local(tree: Tree, shardings: Tree) -> Tree:
     """Copies arrays that are whole on every device to other devices of this host.
 
-    Nothing waits: copies are made as soon as the arrays are there.
+    Does not wait: copies are made as soon as the arrays are computed.
     """
     local = jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
     return jax.device_put(local, shardings)
@@ -216,26 +216,130 @@ def start_fetch(tree: Tree) -> None:
 def fetch(tree: Tree) -> Tree:
     """Waits for arrays and returns them as NumPy arrays.
 
-    Of a batch that is split over hosts, these are the rows of this host.
+    Of a batch that is split over hosts, only the rows of this host are returned.
     """
     return jax.tree.map(_fetch, tree)
 
 
-def fetch_whole(tree: Tree) -> Tree:
-    """Like `fetch`, but whole; all hosts must call it together."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A dict of arrays, with the scalars of each dtype in one array.
 
-    def whole(x: jax.Array) -> np.ndarray:
-        if x.is_fully_addressable or x.is_fully_replicated:
-            return _fetch(x)
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    Fetching takes a separate copy from the device for each array, however small.
 
-    return jax.tree.map(whole, tree)
+    Attributes:
+      vectors: the scalars of each dtype, [N], by dtype.
+      rest: arrays with dimensions, by key.
+      names: keys of the scalars, by dtype.
+    """
+
+    vectors: dict[str, jax.Array]
+    rest: dict[str, jax.Array]
+    names: tuple[tuple[str, tuple[str, ...]], ...] = dataclasses.field(
+        metadata={"static": True}
+    )
+
+    def unpack(self) -> dict[str, np.ndarray]:
+        """Returns the dict; the arrays must be on the host."""
+        result: dict[str, Any] = dict(self.rest)
+        for dtype, names in self.names:
+            result.update(zip(names, self.vectors[dtype]))
+        return result
+
+
+def pack(arrays: Mapping[str, jax.Array]) -> Packed:
+    """Packs a dict of arrays; call it within the function that computes them."""
+    groups: dict[str, dict[str, jax.Array]] = {}
+    rest = {}
+    for key, value in sorted(arrays.items()):
+        if value.ndim:
+            rest[key] = value
+        else:
+            groups.setdefault(str(value.dtype), {})[key] = value
+    vectors = {
+        dtype: jnp.stack(list(group.values())) for dtype, group in groups.items()
+    }
+    names = tuple((dtype, tuple(group)) for dtype, group in sorted(groups.items()))
+    return Packed(vectors, rest, names)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A tree of arrays [rows, ...] as one array of bytes.
+
+    Every array costs a transfer of its own, however small it is.
+
+        Rows.join(tree).split()    # The same tree.
+
+    Either side may be the host, with NumPy arrays, or a compiled function.
+
+    Attributes:
+      block: [rows, bytes of a row] uint8.
+      columns: dtype and shape of a row of each array.
+      treedef: structure of the tree.
+    """
+
+    block: Array
+    columns: tuple[tuple[str, tuple[int, ...]], ...] = dataclasses.field(
+        metadata={"static": True}
+    )
+    treedef: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def join(cls, tree: Tree) -> Rows:
+        """Joins arrays with the same number of rows."""
+        leaves, treedef = jax.tree.flatten(tree)
+        columns = tuple((str(leaf.dtype), leaf.shape[1:]) for leaf in leaves)
+        if any(isinstance(leaf, jax.Array) for leaf in leaves):
+            block: Array = jnp.concatenate([_device_bytes(x) for x in leaves], 1)
+        else:
+            block = np.concatenate([_host_bytes(x) for x in leaves], 1)
+        return cls(block, columns, treedef)
+
+    def split(self) -> Tree:
+        """Returns the tree; the block must be a NumPy array on the host."""
+        leaves, start = [], 0
+        for name, shape in self.columns:
+            dtype = jnp.dtype(name)
+            stop = start + math.prod(shape) * dtype.itemsize
+            column = self.block[:, start:stop]
+            if isinstance(column, np.ndarray):
+                leaf: Array = np.ascontiguousarray(column).view(dtype)
+            else:
+                leaf = _from_device_bytes(column, dtype)
+            leaves.append(leaf.reshape((len(self.block), *shape)))
+            start = stop
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def _host_bytes(x: Any) -> np.ndarray:
+    x = np.ascontiguousarray(x).reshape((len(x), math.prod(np.shape(x)[1:])))
+    return x.view(np.uint8)
+
+
+def _device_bytes(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    if x.dtype == bool:
+        x = x.astype(np.uint8)
+    shape = (len(x), math.prod(x.shape[1:]) * x.dtype.itemsize)
+    return jax.lax.bitcast_convert_type(x, np.uint8).reshape(shape)
+
+
+def _from_device_bytes(column: jax.Array, dtype: Any) -> jax.Array:
+    if dtype.kind == "b":
+        return column != 0
+    if dtype.itemsize > 1:
+        count = column.shape[1] // dtype.itemsize
+        column = column.reshape((len(column), count, dtype.itemsize))
+    return jax.lax.bitcast_convert_type(column, dtype)
 
 
 def _fetch(x: jax.Array) -> np.ndarray:
     if x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
-    # Devices along `tensor` hold the same rows: each start is taken once.
+    # Devices along `tensor` hold the same rows, so take one shard per first row.
     rows = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return np.concatenate([np.asarray(rows[start]) for start in sorted(rows)])
 
@@ -246,7 +350,7 @@ def _pick(host: int, indices: Sequence[int], role: str) -> list[Any]:
     wrong = [index for index in indices if not 0 <= index < len(devices)]
     if wrong or not indices or len(set(indices)) != len(indices):
         raise ValueError(
-            f"jax.{role}_devices: expected different indices of the {len(devices)} "
+            f"jax.{role}_devices: expected distinct indices of the {len(devices)} "
             f"devices of a host, got {list(indices)}."
         )
     return [devices[index] for index in indices]

@@ -16,10 +16,10 @@ import numpy as np
 
 from embodied.jax.nets import Array, f32, sg
 
-# A part of the tree's structure, not of its arrays.
+# A field that is part of the tree's structure, not of its arrays.
 static_field = functools.partial(dataclasses.field, metadata={"static": True})
 
-NEVER = -1e30  # Logarithm of the probability of what cannot happen.
+LOG_ZERO = -1e30  # Log-probability of impossible classes.
 BIN_RANGE = 20.0  # Bins of two-hot distributions reach from -symexp(20) to symexp(20).
 
 
@@ -32,7 +32,7 @@ class Categorical:
       logprobs: [..., classes] logarithms of the probabilities.
       event: number of axes before the last that belong to one event.
       lowest: entropy of the least random distribution, per variable.
-      highest: entropy of the uniform distribution, per variable; None for that over
+      highest: entropy of the uniform distribution, per variable; None if it is over
         all classes.
     """
 
@@ -49,14 +49,14 @@ class Categorical:
         event: int = 0,
         counts: np.ndarray | None = None,
     ) -> Categorical:
-        """Makes it from logits [..., classes], with a share of the uniform one.
+        """Makes the distribution from logits, mixed with the uniform distribution.
 
         Args:
           logits: [..., *event, classes].
           unimix: share of the uniform distribution.
           event: number of axes that belong to one event.
-          counts: [*event] classes of each variable, where they differ. Those from
-            there on have no probability.
+          counts: [*event] number of classes of each variable, if they differ. Further
+            classes have no probability.
         """
         logits = f32(logits)
         if counts is not None:
@@ -72,13 +72,13 @@ class Categorical:
         cls, logits: Array, unimix: float, event: int, counts: np.ndarray
     ) -> Categorical:
         valid = np.arange(logits.shape[-1]) < counts[..., None]
-        probs = jax.nn.softmax(jnp.where(valid, logits, NEVER))
+        probs = jax.nn.softmax(jnp.where(valid, logits, LOG_ZERO))
         probs = (1 - unimix) * probs + unimix * valid / counts[..., None]
         least = [_least_entropy(int(n), unimix) if unimix else 0.0 for n in counts.flat]
         return cls(
-            # Finite, since zero times infinity is not zero; the inner choice is for
-            # the gradient.
-            jnp.where(valid, jnp.log(jnp.where(valid, probs, 1)), NEVER),
+            # Finite, since zero times infinity is not zero; the inner `where` keeps the
+            # gradient finite.
+            jnp.where(valid, jnp.log(jnp.where(valid, probs, 1)), LOG_ZERO),
             event,
             float(np.mean(least)),
             float(np.mean(np.log(counts))),
@@ -95,13 +95,13 @@ class Categorical:
 
     def sample(self, noise: Array) -> Array:
         """Draws classes, int32, from Gumbel noise [..., classes]."""
-        # Were all of them not a number, it would still be a class.
+        # If scores are NaN, the result is still a valid class.
         return jnp.minimum(_first_largest(self.logprobs + noise), noise.shape[-1] - 1)
 
     def straight_through(self, noise: Array) -> Array:
         """Draws one-hots from Gumbel noise, with the gradient of the probabilities."""
         chosen = _first_largest(sg(self.logprobs + noise))[..., None]
-        # A choice of numbers is a part of the same kernel, a cast is not.
+        # Compilers fuse `where` into the same kernel, but not a cast.
         onehot = jnp.where(_order(noise) == chosen, 1.0, 0.0)
         return _pass_gradient(onehot.astype(self.logprobs.dtype), self.probs)
 
@@ -135,7 +135,7 @@ class Categorical:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BoundedNormal:
-    """Normal with a mean in -1..1 and bounds on its deviation; not squashed.
+    """Normal with a mean in -1..1 and a bounded deviation; samples are not squashed.
 
     Attributes:
       mean: [..., *event] mean.
@@ -155,7 +155,7 @@ class BoundedNormal:
     def of(
         cls, mean: Array, std: Array, event: int, minstd: float, maxstd: float
     ) -> BoundedNormal:
-        """Makes it from raw network outputs."""
+        """Makes the distribution from raw network outputs."""
         deviation = (maxstd - minstd) * jax.nn.sigmoid(f32(std) + 2.0) + minstd
         return cls(jnp.tanh(f32(mean)), deviation, event, minstd, maxstd)
 
@@ -243,8 +243,8 @@ class TwoHot:
     def twohot(self, target: Array) -> Array:
         """Weights [..., bins] of the two bins around a raw value [...].
 
-        Each of the two has the weight of the distance to the other. Targets outside
-        the bins are clipped to the last bin.
+        Each bin is weighted by the distance of the value to the other bin. Values
+        outside of all bins are clipped to the first or last bin.
         """
         logits = f32(self.logits)
         target = sg(f32(target))[..., None]
@@ -294,10 +294,9 @@ def _pass_gradient_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 
 def _first_largest(scores: Array) -> Array:
-    """Index of the first of the largest, int32; the number of all if there is none.
+    """Index of the first maximum, int32; the number of scores if that is NaN.
 
-    Compilers join this to one kernel with what is around it; an argmax is one of its
-    own.
+    Compilers fuse this with the operations around it; an argmax is a kernel of its own.
     """
     best = scores == scores.max(-1, keepdims=True)
     return jnp.where(best, _order(scores), scores.shape[-1]).min(-1)

@@ -117,14 +117,14 @@ class PolicyHead(eqx.Module):
 
 
 def twohot_head(build: Builder, inputs: int, config: Mapping[str, Any]) -> TwoHotHead:
-    """Makes a head with keys layers, units, bins and outscale of its config."""
+    """Makes a head from the config keys layers, units, bins and outscale."""
     units = config["units"]
     logits = build.linear("head/logits", units, config["bins"], config["outscale"])
     return TwoHotHead(build.mlp(inputs, units, config["layers"]), {"logits": logits})
 
 
 def binary_head(build: Builder, inputs: int, config: Mapping[str, Any]) -> BinaryHead:
-    """Makes a head with keys layers, units and outscale of its config."""
+    """Makes a head from the config keys layers, units and outscale."""
     units = config["units"]
     logit = build.linear("head/logit", units, 1, config["outscale"])
     return BinaryHead(build.mlp(inputs, units, config["layers"]), {"logit": logit})
@@ -155,12 +155,12 @@ def action_value(space: Space, sample: Array) -> Array:
 
 
 def action_event(space: Space, value: Array) -> Array:
-    """Inverse of `action_value`, as `logp` takes it."""
+    """Inverse of `action_value`: returns the event that `logp` takes."""
     return values.class_index(space, value) if space.discrete else value
 
 
 def action_vector(spaces: NamedSpaces, actions: Mapping[str, Array]) -> Array:
-    """Concatenates actions to a vector [..., A] float32; missing ones are zeros."""
+    """Concatenates actions to a vector [..., A] float32; missing values are zeros."""
     parts = [values.encode(space, key, actions[key]) for key, space in spaces]
     return jnp.concatenate(parts, -1)
 

@@ -59,10 +59,10 @@ def symexp(x: Array) -> Array:
 
 @jax.custom_vjp
 def add_bias(x: Array, bias: Array) -> Array:
-    """Adds a bias [units] to [..., units], in the dtype of the latter.
+    """Adds a bias to the last axes of `x`, in the dtype of `x`.
 
-    The gradient of the bias is summed in float32. The ordinary one is summed in that
-    dtype: where a million numbers of bfloat16 cancel, what is left is mostly rounding.
+    The gradient of the bias is summed in float32. JAX would sum it in the dtype of `x`:
+    where a million bfloat16 numbers cancel, the result is mostly rounding error.
     """
     return x + bias.astype(x.dtype)
 
@@ -73,9 +73,10 @@ def _add_bias(x: Array, bias: Array) -> tuple[Array, Array]:
 
 def _add_bias_backward(bias: Array, gradient: Array) -> tuple[Array, Array]:
     if gradient.dtype == jnp.bfloat16:
-        # Else the compiler sums it as it is before rounding, and keeps that as well.
+        # Otherwise the compiler sums the gradient in the precision before rounding, and
+        # keeps it in that precision as well.
         gradient = jax.lax.optimization_barrier(gradient)
-    total = f32(gradient).sum(tuple(range(gradient.ndim - 1)))
+    total = f32(gradient).sum(tuple(range(gradient.ndim - bias.ndim)))
     return gradient, total.astype(bias.dtype)
 
 
@@ -109,9 +110,10 @@ class Linear(eqx.Module):
 
 
 class BlockLinear(Linear):
-    """Block k of the input meets block k of the kernel: [..., in] to [..., out].
+    """Dense layer with a block-diagonal kernel: [..., in] to [..., out].
 
-    The kernel is [blocks, in / blocks, out / blocks].
+    The kernel is [blocks, in / blocks, out / blocks]; its block k multiplies block k of
+    the input.
     """
 
     def __call__(self, x: Array) -> Array:
@@ -122,7 +124,7 @@ class BlockLinear(Linear):
 class Conv(eqx.Module):
     """Convolution of maps [..., H, W, in], same padding.
 
-    With `stride` 2 it halves the map; with `transposed` it doubles it.
+    With `stride` 2 it halves the map, or doubles it if `transposed`.
     """
 
     kernel: Array  # [size, size, in, out] float32
@@ -180,7 +182,7 @@ class MLP(eqx.Module):
         return self.after_first(self.parts["linear0"](x))
 
     def after_first(self, x: Array) -> Array:
-        """Goes on from the output of `linear0`, for callers who have it already."""
+        """Continues from the output of `linear0`, for callers that have it already."""
         for index in range(self.layers):
             if index:
                 x = self.parts[f"linear{index}"](x)
@@ -188,12 +190,39 @@ class MLP(eqx.Module):
         return x
 
 
-def block_matmul(x: Array, kernel: Array) -> Array:
-    """Multiplies [..., g * i] by blocks [g, i, o] to [..., g * o]."""
+def block_matmul(x: Array, kernel: Array, dtype: Any = None) -> Array:
+    """Multiplies [..., g * i] by blocks [g, i, o] to [..., g * o], of another dtype."""
     blocks, inputs, outputs = kernel.shape
     x = x.reshape((*x.shape[:-1], blocks, inputs))
-    x = jnp.einsum("...gi,gio->...go", x, kernel)
+    x = jnp.einsum("...gi,gio->...go", x, kernel, preferred_element_type=dtype)
     return x.reshape((*x.shape[:-2], blocks * outputs))
+
+
+@jax.custom_vjp
+def wide_matmul(x: Array, kernel: Array) -> Array:
+    """Multiplies by a kernel [in, out] or by blocks; the result is float32.
+
+    Devices add up products of bfloat16 numbers in float32. A norm that reads the result
+    then needs no conversion, which compilers cannot always make a part of the norm. The
+    gradient is rounded to the dtype of `x` before it is multiplied.
+    """
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    if kernel.ndim == 2:
+        return jnp.matmul(x, kernel, preferred_element_type=wide)
+    return block_matmul(x, kernel, wide)
+
+
+def _wide_matmul(x: Array, kernel: Array) -> tuple[Array, Any]:
+    return wide_matmul(x, kernel), (x, kernel)
+
+
+def _wide_matmul_backward(saved: Any, gradient: Array) -> tuple[Array, Array]:
+    x, kernel = saved
+    _, pull = jax.vjp(jnp.matmul if kernel.ndim == 2 else block_matmul, x, kernel)
+    return pull(gradient.astype(x.dtype))
+
+
+wide_matmul.defvjp(_wide_matmul, _wide_matmul_backward)
 
 
 def activate(norm: Norm, x: Array, act: str, dtype: str) -> Array:
@@ -208,14 +237,14 @@ def activate(norm: Norm, x: Array, act: str, dtype: str) -> Array:
 def rms_silu(x: Array, scale: Array, dtype: str) -> Array:
     """RMS norm and SiLU, with a backward pass that keeps no map in float32.
 
-    The ordinary gradient has the slope of each element in two places, for the norm's
-    sum over channels and for the result. Compilers write it to memory for that, in
-    float32, which takes accelerators longer than to compute it again.
+    The ordinary gradient needs the slope of each element twice, for the norm's sum over
+    channels and for the result. So compilers write the slope to memory, in float32,
+    which takes accelerators longer than computing it again.
 
     Args:
       x: [..., units].
       scale: [units] float32.
-      dtype: of the result.
+      dtype: dtype of the result.
     """
     return _rms_silu(x, scale, dtype)[0]
 
@@ -230,8 +259,8 @@ def _rms_silu_backward(dtype: str, saved: Any, gradient: Array) -> tuple[Array, 
     x, scale, factor = saved
     normed, gradient = f32(x) * factor, f32(gradient)
     y = normed * scale
-    # The slope by way of tanh here and of the sigmoid below: were it the same twice,
-    # the compiler would compute it once and keep it.
+    # The slope is computed by tanh here and by the sigmoid below: if the expressions
+    # were the same, the compiler would compute it once and keep it.
     half = jnp.tanh(0.5 * y)
     slope = 0.5 * (1 + half) + 0.25 * y * (1 - half * half)
     share = (gradient * slope * y).mean(-1, keepdims=True)
@@ -245,13 +274,20 @@ rms_silu.defvjp(_rms_silu, _rms_silu_backward)
 
 
 def rms_factor(x: Array) -> Array:
-    """What brings [..., units] to the size of one, [..., 1]."""
+    """Factor [..., 1] that scales [..., units] to a root mean square of one."""
     return jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + NORM_EPSILON)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Distribution of a kernel [..., in, out]; the variance is scale^2 over its fan."""
+    """Distribution that the initial weights of a kernel [..., in, out] are drawn from.
+
+    Attributes:
+      shape: shape of the kernel.
+      distribution: one of `DISTRIBUTIONS`.
+      fan: `in`, `out` or `avg`: which number of units to divide the variance by.
+      scale: factor of the standard deviation; 0 for zeros.
+    """
 
     shape: tuple[int, ...]
     distribution: str
@@ -260,7 +296,7 @@ class Recipe:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of the weights."""
+        """Standard deviation of the weights; for `uniform` their bound."""
         outer = math.prod(self.shape[:-2])
         inputs, outputs = outer * self.shape[-2], outer * self.shape[-1]
         fans = {"in": inputs, "out": outputs, "avg": (inputs + outputs) / 2}
@@ -272,11 +308,11 @@ Recipes = dict[str, Recipe]  # By flat name.
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """Makes layers with zeros as kernels.
+    """Makes layers whose kernels are zeros, and adds their recipes.
 
     Attributes:
       recipes: gets the recipe of each kernel.
-      path: flat name of the module that the layers are for.
+      path: flat name of the module that the layers belong to.
       winit: distribution and fan, such as `trunc_normal_in`.
       norm: kind of norms: `rms`, `layer` or `none`.
       act: name of the activation.
@@ -294,7 +330,7 @@ class Builder:
     def of(
         cls, recipes: Recipes, path: str, config: Mapping[str, Any], dtype: str
     ) -> Builder:
-        """Takes winit, norm and act from the module's config."""
+        """Makes a builder with winit, norm and act from the module's config."""
         options = (config["winit"], config["norm"], config["act"])
         return cls(recipes, path, *options, dtype)
 
@@ -377,9 +413,10 @@ def draw(key: Array, recipes: Recipes) -> dict[str, Array]:
 
 
 def _standard(key: Array, distribution: str, size: int) -> Array:
-    """Draws values of which `deviation` is the scale, as the reference takes it.
+    """Draws values that are to be multiplied by `Recipe.deviation`.
 
-    That is the standard deviation of the normal ones, and the bound of the uniform one.
+    Their standard deviation is one if they are normal; uniform ones are in -1..1, as in
+    the reference.
     """
     if not size:
         return jnp.zeros(0, jnp.float32)

@@ -24,9 +24,9 @@ class Normalizer:
       rate: share of the new values in the moving average.
       limit: smallest scale.
       perclo: lower percentile, the offset of `perc`.
-      perchi: upper percentile; the scale is the distance of the two.
-      debias: divide by the weight that the moving average has gathered since its
-        start at zero.
+      perchi: upper percentile; the scale is the difference of the two.
+      debias: whether to divide by the weight that the moving average has gathered
+        since its start at zero.
     """
 
     impl: str = "none"

@@ -13,9 +13,11 @@ import optax
 from embodied.jax.nets import Array, Tree
 from embodied.jax.param_names import flat_name
 
-SMALLEST_NORM = 1e-3  # Of weights, in clipping: new weights may be zero.
+SMALLEST_NORM = 1e-3  # Least norm of weights in clipping, since they may start at zero.
 SMALL_TENSOR = 2**12  # Elements; tensors with more may be spread over devices.
-TOGETHER = 32  # Rows of a matrix; compilers join operations of some 90 arrays at most.
+ROWS_PER_STACK = (
+    32  # Rows of a matrix; compilers fuse operations of about 90 arrays at most.
+)
 FINAL_RATE = 0.1  # Share of the learning rate that schedules end with.
 
 
@@ -28,12 +30,13 @@ class Optimizer:
         params = optax.apply_updates(params, updates)
 
     An update is skipped if its gradients, the loss or the resulting step are not
-    finite: it is zero, and the state stays as it was but for the count of such updates
-    in a row.
+    finite: it is zero, and the state is unchanged except for the count of skipped
+    updates in a row.
 
     Attributes:
       lr: learning rate.
-      agc: largest norm of a tensor's gradient relative to its weights; 0 for any.
+      agc: largest norm of a tensor's gradient relative to that of its weights; 0 turns
+        clipping off.
       eps: added to the root mean square of gradients.
       beta1: decay of the momentum.
       beta2: decay of the mean square of gradients.
@@ -90,7 +93,7 @@ class Optimizer:
         if self.agc:
             grads = clip_adaptively(grads, grad_norms, param_norms, self.agc)
         updates, square, momentum = self._direction(grads, state, params)
-        # Of the step, too: parameters that are not finite once remain so.
+        # The step is checked, too: parameters that are not finite once remain so.
         step_norm = optax.tree.norm(tensor_norms(updates))
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(step_norm) & jnp.isfinite(loss)
         rate = jnp.where(finite, -self.rate(step), 0)
@@ -98,8 +101,8 @@ class Optimizer:
         new = {
             "step": {"value": step + finite.astype(step.dtype)},
             "nonfinite": {"value": jnp.where(finite, 0, skipped + 1)},
-            "square": keep_if(finite, square, state["square"]),
-            "momentum": keep_if(finite, momentum, state["momentum"]),
+            "square": select_tree(finite, square, state["square"]),
+            "momentum": select_tree(finite, momentum, state["momentum"]),
         }
         count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
         size = math.sqrt(max(count, 1))
@@ -117,14 +120,14 @@ class Optimizer:
     def _direction(
         self, grads: Tree, state: dict[str, Any], params: Tree
     ) -> tuple[Tree, Tree, Tree]:
-        """Step to subtract, before the learning rate, and the moving averages.
+        """Returns the step to subtract, for a learning rate of 1, and moving averages.
 
-        Gradients are those after clipping.
+        `grads` are the gradients after clipping.
         """
         count = (state["step"]["value"] + 1).astype(jnp.float32)
 
         def average(decay: float, old: Tree, new: Tree) -> tuple[Tree, Tree]:
-            """Moving average, as it is and corrected for its start at zero."""
+            """Returns the moving average, raw and corrected for its start at zero."""
             mixed = jax.tree.map(lambda x, y: decay * x + (1 - decay) * y, old, new)
             # 1 - decay^count, without the rounding of a difference close to zero.
             weight = -jnp.expm1(count * math.log(decay)) if decay else 1.0
@@ -178,9 +181,9 @@ def clip_adaptively(
 def tensor_norms(tree: Tree) -> Tree:
     """Norm of each tensor.
 
-    Of small tensors all squares, of large ones their sums over the last axis, are rows
-    of matrices whose rows are summed. An update would start two kernels for each
-    tensor otherwise, which takes longer than the sums.
+    Tensors become rows of matrices, whose rows are summed: all squares of a small
+    tensor, or their sums over the last axis of a large one. Otherwise, an update would
+    start two kernels for each tensor, which takes longer than the sums.
     """
     leaves, treedef = jax.tree.flatten(tree)
     parts = [jnp.square(leaf) for leaf in leaves]
@@ -188,14 +191,14 @@ def tensor_norms(tree: Tree) -> Tree:
     # Rows of similar lengths together, so that they are mostly full.
     order = sorted(range(len(parts)), key=lambda index: parts[index].size)
     norms: dict[int, Array] = {}
-    for start in range(0, len(order), TOGETHER):
-        chosen = order[start : start + TOGETHER]
+    for start in range(0, len(order), ROWS_PER_STACK):
+        chosen = order[start : start + ROWS_PER_STACK]
         length = parts[chosen[-1]].size
         rows = [jnp.pad(parts[i], (0, length - parts[i].size)) for i in chosen]
         norms.update(zip(chosen, jnp.sqrt(jnp.stack(rows).sum(-1))))
     return jax.tree.unflatten(treedef, [norms[i] for i in range(len(leaves))])
 
 
-def keep_if(condition: Array, new: Tree, old: Tree) -> Tree:
-    """The new tree where the condition holds, else the old one."""
+def select_tree(condition: Array, new: Tree, old: Tree) -> Tree:
+    """Returns the new tree if the condition holds, else the old one."""
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)

@@ -1,6 +1,6 @@
-"""Arrays of a tree by flat name, and the choice of those to load. Agent process.
+"""Flat names of the arrays of a tree, and which arrays to load. Agent process.
 
-Flat names such as `enc/cnn0/kernel` are those of checkpoints.
+Checkpoints store arrays by flat name, such as `enc/cnn0/kernel`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from embodied.jax.nets import Array, Tree
 
 logger = logging.getLogger(__name__)
 
-OPT = "opt/"  # Flat names of the optimiser's state begin with it.
+OPT = "opt/"  # Prefix of the flat names of the optimiser's state.
 SHOWN = 8  # Names in a message; the others are counted.
-_HIDDEN_FIELDS = ("model", "parts")  # Fields that are no part of flat names.
+_HIDDEN_FIELDS = ("model", "parts")  # Fields that are left out of flat names.
 
 
 def flat_params(tree: Tree) -> dict[str, Array]:
@@ -33,7 +33,7 @@ def with_flat_params(tree: Tree, values: Mapping[str, Any]) -> Tree:
     """Returns the tree with the named arrays replaced; others stay as they are.
 
     Raises:
-      ValueError: a name that the tree does not have, or another shape than it has.
+      ValueError: the tree does not have a name, or has another shape for it.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = [flat_name(path) for path, _ in leaves]
@@ -59,19 +59,6 @@ def with_flat_params(tree: Tree, values: Mapping[str, Any]) -> Tree:
         for name, (_, leaf) in zip(names, leaves)
     ]
     return jax.tree_util.tree_unflatten(treedef, new)
-
-
-def join_parts(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arrays of a saved agent by flat name, the optimiser's included."""
-    opt = {OPT + name: value for name, value in data.get("opt", {}).items()}
-    return {**data["params"], **opt}
-
-
-def split_parts(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Inverse of `join_parts`: the parts `params` and `opt` of a saved agent."""
-    opt = {k.removeprefix(OPT): v for k, v in arrays.items() if k.startswith(OPT)}
-    params = {k: v for k, v in arrays.items() if not k.startswith(OPT)}
-    return {"params": params, "opt": opt}
 
 
 def cast_matrices(tree: Tree, dtype: str) -> Tree:
@@ -106,10 +93,10 @@ def choose_arrays(
     """Returns the arrays to load, by flat name.
 
     Args:
-      given: what there is to load.
-      shapes: what the agent has.
-      regex: see `name_matches`. Names that exist only here or only there are reported
-        with it; without it they are an error.
+      given: arrays of the checkpoint, by flat name.
+      shapes: shapes of the agent's arrays, by flat name.
+      regex: which names to load; see `name_matches`. With a regex, names that only the
+        checkpoint or only the agent has are logged; without one they are an error.
 
     Raises:
       ValueError: shapes differ, names differ, or nothing matches.
@@ -128,13 +115,13 @@ def choose_arrays(
         problems += _listing(" Missing: {}.", absent)
         problems += _listing(" Not in this agent: {}.", unknown)
     if problems:
-        # Without a regex, as for a run that continues, the caller knows what to do.
+        # Without a regex, as for a run that continues, the caller adds its own advice.
         advice = (
             " Use the same task and sizes, or leave these names out with "
             "run.from_checkpoint_regex."
         )
         raise ValueError(
-            "The arrays to load expected the agent that they were saved from."
+            "The arrays to load do not fit this agent."
             f"{problems}{'' if regex is None else advice}"
         )
     if not known:

@@ -22,7 +22,7 @@ from embodied.jax import devices, values
 from embodied.jax.algorithm import Algorithm
 from embodied.jax.compiling import compile_ahead
 from embodied.jax.device_stream import seed_words
-from embodied.jax.devices import Layout
+from embodied.jax.devices import Layout, Rows
 from embodied.jax.nets import Tree
 from embodied.space import Space
 
@@ -40,9 +40,9 @@ class Parameters:
 
     Args:
       move: copies published parameters to the devices of the policy.
-      wait: take the newest parameters even if the update that makes them has not
-        ended. Where the policy has its own devices it would wait for training then;
-        where it shares them it waits anyway, and gets the same every time.
+      wait: whether to take the newest parameters even if the update that computes them
+        has not ended. A policy on its own devices would have to wait for training. A
+        policy that shares them waits anyway, and becomes deterministic.
     """
 
     def __init__(self, move: Callable[[list[Array]], list[Array]], wait: bool):
@@ -52,7 +52,7 @@ class Parameters:
         self._versions: collections.deque[list[Array]] = collections.deque()
 
     def publish(self, leaves: list[Array]) -> None:
-        """Offers newer parameters, without waiting for them."""
+        """Provides newer parameters, without waiting until they are computed."""
         moved = self._move(leaves)
         with self._lock:
             self._versions.append(moved)
@@ -74,19 +74,20 @@ class Parameters:
 
 
 class PolicyRunner:
-    """Runs the policy, with carries of the caller or with a table of its own.
+    """Runs the policy, with carries of the caller or with its own table of carries.
 
     Methods may be called from several threads. `_count_lock` guards the count that
     seeds come from, `_compile_lock` the compiled functions, `_table_lock` the table
-    and the order of the steps that change it. Nobody waits for a device with a lock.
+    and the order of the steps that change it. No thread waits for a device while it
+    holds a lock.
 
     Args:
       algorithm: the pure functions.
-      layout: of the devices that run the policy.
+      layout: layout of the devices that run the policy.
       params: shapes and dtypes of the parameters.
-      parameters: where they are taken from.
-      seed: of actions; differs between hosts.
-      options: of the compiler.
+      parameters: source of the parameters.
+      seed: numbers that the seeds of actions depend on; they differ between hosts.
+      options: options of the compiler.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class PolicyRunner:
         self._table_lock = threading.Lock()
         self._steps: dict[tuple[str, int, str, int], Callable[..., Any]] = {}
         self._table: Tree = None
-        self._fresh = np.zeros(0, bool)  # Slots that begin with their next step.
+        self._needs_reset = np.zeros(0, bool)  # By slot, before its next step.
         self._sizes: list[int] = []
 
     def init_carry(self, rows: int) -> Tree:
@@ -137,7 +138,7 @@ class PolicyRunner:
         return carry, devices.fetch(actions), devices.fetch(outputs)
 
     def init_table(self, slots: int, batch: int) -> None:
-        """Makes a table of carries, which begin anew, and compiles its steps.
+        """Makes a table of initial carries, and compiles its steps.
 
         Args:
           slots: number of environments.
@@ -149,24 +150,24 @@ class PolicyRunner:
             self._table = jax.device_put(
                 self.init_carry(slots), self._layout.everywhere
             )
-            self._fresh = np.ones(slots, bool)
+            self._needs_reset = np.ones(slots, bool)
             self._sizes = batch_sizes(slots, batch, self._layout.parts)
             for size in self._sizes:
                 for mode in self._algorithm.modes:
                     self._compile_table(size, mode)
 
     def reset(self, slots: Any) -> None:
-        """Restarts slots of the table with their next step."""
+        """Makes slots of the table begin anew with their next step."""
         with self._table_lock:
-            self._fresh[self._check(slots)] = True
+            self._needs_reset[self._check(slots)] = True
 
     def table_step(
         self, slots: Any, obs: Mapping[str, Any], mode: str, envids: Any = None
     ) -> tuple[Arrays, Arrays]:
         """Steps environments whose carries are in the table, by their slots.
 
-        It is one call of the devices. Short batches are padded to a size that is
-        compiled; results of the padding are dropped.
+        The devices are called once, get one array and return one. Short batches are
+        padded to a compiled size, and the results of the padding are dropped.
         """
         inputs = self.observations(obs, envids)
         rows = len(inputs["is_first"])
@@ -179,17 +180,15 @@ class PolicyRunner:
                 )
             size = next(size for size in self._sizes if size >= rows)
             inputs = {key: _padded(value, size, 0) for key, value in inputs.items()}
-            inputs = self._place(inputs, self._layout.batch(size))
             # Slots beyond the table are neither read nor written.
-            where = _padded(chosen, size, len(self._fresh))
-            fresh = _padded(self._fresh[chosen], size, True)
-            arguments = (self._table, inputs, self._next_seed(), where, fresh)
+            where = _padded(chosen, size, len(self._needs_reset))
+            fresh = _padded(self._needs_reset[chosen], size, True)
+            arguments = self._table_arguments(inputs, where, fresh, self._next_seed())
             step = self._step("policy_table", self._table_policy, size, mode, arguments)
-            results = step(self._parameters.newest(), *arguments)
-            self._table, actions, outputs = results
-            self._fresh[chosen] = False
-        devices.start_fetch((actions, outputs))
-        actions, outputs = devices.fetch((actions, outputs))
+            self._table, results = step(self._parameters.newest(), *arguments)
+            self._needs_reset[chosen] = False
+        devices.start_fetch(results)
+        actions, outputs = devices.fetch(results).split()
         return jax.tree.map(lambda x: x[:rows], (actions, outputs))
 
     def _policy(
@@ -198,18 +197,19 @@ class PolicyRunner:
         params = self._params(leaves)
         return self._algorithm.policy(params, carry, obs, seed, mode)
 
+    def _table_arguments(
+        self, inputs: Arrays, slots: Array, fresh: Array, seed: Array
+    ) -> tuple[Tree, Rows]:
+        """Returns the table, and everything else that a step of it needs."""
+        seeds = np.broadcast_to(seed, (len(slots), *seed.shape))
+        rows = Rows.join((inputs, slots, fresh, seeds))
+        return self._table, self._place(rows, self._layout.batch(len(slots)))
+
     def _table_policy(
-        self,
-        leaves: list[Array],
-        table: Tree,
-        obs: Any,
-        seed: Array,
-        slots: Array,
-        fresh: Array,
-        *,
-        mode: str,
-    ) -> tuple[Tree, Any, Any]:
+        self, leaves: list[Array], table: Tree, rows: Rows, *, mode: str
+    ) -> tuple[Tree, Rows]:
         params = self._params(leaves)
+        obs, slots, fresh, seeds = rows.split()
 
         def read(column: Array, begin: Array) -> Array:
             old = column.at[slots].get(mode="fill", fill_value=0)
@@ -221,14 +221,17 @@ class PolicyRunner:
 
         begin = self._algorithm.carry(params, len(slots))
         carry = jax.tree.map(read, table, begin)
-        carry, actions, outputs = self._algorithm.policy(params, carry, obs, seed, mode)
-        return jax.tree.map(write, table, carry), actions, outputs
+        carry, *results = self._algorithm.policy(params, carry, obs, seeds[0], mode)
+        return jax.tree.map(write, table, carry), Rows.join(results)
 
     def _compile_table(self, size: int, mode: str) -> None:
         """Compiles a step now, since all environments would wait for it later."""
-        inputs = self._place(self.observations.zeros(size), self._layout.batch(size))
-        slots, fresh = np.zeros(size, np.int32), np.ones(size, bool)
-        arguments = (self._table, inputs, np.zeros(2, np.uint32), slots, fresh)
+        arguments = self._table_arguments(
+            self.observations.zeros(size),
+            np.zeros(size, np.int32),
+            np.ones(size, bool),
+            np.zeros(2, np.uint32),
+        )
         self._step("policy_table", self._table_policy, size, mode, arguments)
 
     def _step(
@@ -242,7 +245,7 @@ class PolicyRunner:
             )
         mode = modes[mode]
         table = name == "policy_table"
-        key = (name, rows, mode, len(self._fresh) if table else 0)
+        key = (name, rows, mode, len(self._needs_reset) if table else 0)
         with self._compile_lock:
             if key not in self._steps:
 
@@ -250,13 +253,15 @@ class PolicyRunner:
                     return function(*arguments, mode=mode)
 
                 split = self._layout.batch(rows)
-                carry = self._layout.everywhere if table else split
+                shardings: tuple[Any, ...] = (split, split, split)
+                if table:
+                    shardings = (self._layout.everywhere, split)
                 self._steps[key] = compile_ahead(
                     step,
                     (self._parameters.newest(), *arguments),
                     name=f"{name} for {rows} environments, mode {mode}",
                     donate=(1,) if table else (),
-                    out_shardings=(carry, split, split),
+                    out_shardings=shardings,
                     options=self._options,
                 )
             return self._steps[key]
@@ -269,19 +274,19 @@ class PolicyRunner:
             count, self.calls = self.calls, self.calls + 1
         return np.array([self._seed, count % 2**32], np.uint32)
 
-    def _place(self, inputs: Arrays, sharding: Any) -> dict[str, Any]:
+    def _place(self, inputs: Tree, sharding: Any) -> Tree:
         # A single device takes arrays as they are, which is quicker.
         if self._layout.mesh.size == 1:
-            return dict(inputs)
+            return inputs
         return jax.device_put(inputs, sharding)
 
     def _check(self, slots: Any) -> np.ndarray:
         chosen = np.asarray(slots, np.int32).reshape(-1)
-        count = len(self._fresh)
+        count = len(self._needs_reset)
         inside = len(chosen) and chosen.min() >= 0 and chosen.max() < count
         if not inside or len(np.unique(chosen)) != len(chosen):
             raise ValueError(
-                f"Expected different slots of the table of {count}, got "
+                f"Expected distinct slots below {count}, the size of the table, got "
                 f"{chosen.tolist()}. Use init_table to make it as large as needed."
             )
         return chosen
@@ -290,13 +295,13 @@ class PolicyRunner:
 def batch_sizes(slots: int, batch: int, parts: int = 1) -> list[int]:
     """Sizes of batches to compile: the usual one, and all slots.
 
-    Only two, since compiling another one holds all environments up for longer than
-    rows that are padding ever will.
+    Only two, since compiling another one delays all environments for longer than
+    padded rows ever will.
 
     Args:
-      slots: most rows of a batch.
-      batch: usual rows of a batch.
-      parts: what every size is a multiple of.
+      slots: largest number of rows of a batch.
+      batch: usual number of rows of a batch.
+      parts: number that every size is a multiple of.
     """
     usual = [batch] if 0 < batch < slots else []
     return sorted({-(-size // parts) * parts for size in [*usual, slots]})
@@ -316,12 +321,12 @@ class ObservationFilter:
     keys and environments that were reported.
 
     Args:
-      spaces: what the policy reads, by key.
+      spaces: spaces of the observations that the policy reads, by key.
     """
 
     def __init__(self, spaces: Mapping[str, Space]):
-        self._spaces = dict(spaces)
         self._dtypes = {k: values.jax_dtype(space) for k, space in spaces.items()}
+        self._shapes = {k: space.shape for k, space in spaces.items()}
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
         self._reported: set[tuple[str, int]] = set()
@@ -333,40 +338,40 @@ class ObservationFilter:
 
         Args:
           obs: may have further keys.
-          envids: which environment each row is of, [B], for messages; by default
-            they are numbered as the rows are.
+          envids: environment of each row, [B], for messages; by default the index of
+            the row.
 
         Raises:
-          ValueError: a key is missing, or has another shape than its space.
+          ValueError: a key is missing, or its shape differs from that of its space.
         """
-        missing = sorted(set(self._spaces) - set(obs))
+        missing = sorted(set(self._shapes) - set(obs))
         if missing:
             raise ValueError(
-                f"policy expected observations {', '.join(self._spaces)}, got "
+                f"policy expected observations {', '.join(self._shapes)}, got "
                 f"{', '.join(sorted(obs))}: {', '.join(missing)} is missing."
             )
         rows = len(obs["is_first"])
         result = {}
-        for key, space in self._spaces.items():
+        for key, shape in self._shapes.items():
             value = np.asarray(obs[key])
-            if value.shape != (rows, *space.shape):
+            if value.shape != (rows, *shape):
                 raise ValueError(
                     f"policy expected observation {key!r} of shape "
-                    f"{(rows, *space.shape)}, got {value.shape}. All rows of a batch "
+                    f"{(rows, *shape)}, got {value.shape}. All rows of a batch "
                     "have the shapes of their spaces."
                 )
             if value.dtype.kind == "f":
                 value = self._clean(key, value, envids)
             result[key] = value.astype(self._dtypes[key], copy=False)
-        if REWARD in obs:  # Not read here, but known by environment only here.
+        if REWARD in obs:  # Not an input, but only here its environment is known.
             self._clean(REWARD, np.asarray(obs[REWARD]), envids)
         return result
 
     def zeros(self, rows: int) -> dict[str, np.ndarray]:
-        """Returns zeros for so many rows, as the policy reads them."""
+        """Returns zeros as inputs of the policy, for a number of rows."""
         return {
-            key: np.zeros((rows, *space.shape), self._dtypes[key])
-            for key, space in self._spaces.items()
+            key: np.zeros((rows, *shape), self._dtypes[key])
+            for key, shape in self._shapes.items()
         }
 
     def counts(self) -> dict[str, int]:

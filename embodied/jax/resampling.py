@@ -1,8 +1,8 @@
 """Convolutions that halve or double maps, without maps of twice the size.
 
 Agent process. Accelerators are slow at convolutions with few channels on large maps.
-Both functions compute the same as the plain way, but on the smaller map, where four
-neighbouring pixels are four groups of channels.
+`pooled_conv` and `doubled_conv` give the same results as the plain way, but compute on
+the smaller map, where four neighbouring pixels are four groups of channels.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def max_pool(x: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def largest(x: Array, axes: tuple[int, ...]) -> Array:
-    """The largest of four values, along axes that are counted from the last.
+    """Maximum of four values along `axes`, which are negative indices.
 
-    The gradient goes to the first one that is it. The backward pass needs one byte a
-    result. The ordinary gradient, of a maximum or of a window reduction, reads all
-    values again, or keeps a mask for each of them.
+    The gradient goes to the first of the largest values. The backward pass needs one
+    byte per result. The ordinary gradient, of a maximum or of a window reduction, reads
+    all values again, or keeps a mask for each of them.
     """
     return _largest(x, axes)[0]
 
@@ -82,14 +82,15 @@ def doubled_conv(conv: Conv, x: Array, halve: bool = False) -> Array:
 
     Args:
       conv: the convolution.
-      x: maps; H and W are even if they are halved.
-      halve: compute on maps of half the size, with four times as many channels. It is
-        more arithmetic, which accelerators do sooner where channels are few.
+      x: the maps; with `halve`, H and W must be even.
+      halve: whether to compute on maps of half the size, with four times as many
+        channels. This is more arithmetic, but accelerators are faster at it if there
+        are few channels.
     """
     *lead, height, width, channels = x.shape
     x = x.reshape((-1, height, width, channels))
     pick, padding = _pick_pixels(conv.kernel.shape[0])
-    pick = pick.sum(1)  # Both input pixels of a place are the same.
+    pick = pick.sum(1)  # Both input pixels of a pair are repeats of the same one.
     kernel = jnp.einsum(
         "pau,qbv,uvco->pqcabo", pick, pick, conv.kernel, precision="highest"
     )
@@ -98,7 +99,7 @@ def doubled_conv(conv: Conv, x: Array, halve: bool = False) -> Array:
         x = _to_blocks(x)
         kernel, padding = _block_kernel(kernel)
     x = _convolve(x, kernel, padding, conv.dtype)
-    # Here, where it is one number for each channel of the convolution.
+    # Added here, where the bias is one number for each channel of the convolution.
     x = add_bias(x, jnp.tile(conv.bias, x.shape[-1] // conv.bias.size))
     if halve:
         x = _from_blocks(x)
@@ -123,7 +124,7 @@ def _from_blocks(x: Array) -> Array:
 
 
 def _block_kernel(kernel: Array) -> tuple[Array, tuple[int, int]]:
-    """Kernel [P, P, 4C, 4O] and padding that do on blocks what [K, K, C, O] does."""
+    """Returns kernel [P, P, 4C, 4O] and padding that apply [K, K, C, O] to blocks."""
     pick, padding = _pick_pixels(kernel.shape[0])
     # Offsets p q, input pixels s t, output pixels a b, taps u v.
     result = jnp.einsum(

@@ -4,8 +4,8 @@
     backend.platform        # cpu, gpu or tpu
     backend.compute_dtype   # float32 on the cpu
 
-JAX reads most of these settings when it meets its devices, which it does once in a
-process; settings that come too late are an error.
+JAX reads most of these settings when it initialises its devices, which it does once in
+a process; settings that come too late are an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax
 logger = logging.getLogger(__name__)
 
 PLATFORMS = ("auto", "cpu", "cuda", "tpu")
-# Names that JAX has for the kinds of devices.
+# JAX's names of the platforms.
 BACKENDS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 CONNECT_SECONDS = 300  # How long hosts that train together wait for one another.
 CACHE_FOLDER = "dreamerv3-parallel/jax"
@@ -64,13 +64,13 @@ def setup(
     train_devices: int = 1,
     cache: str | os.PathLike[str] | None = None,
 ) -> Backend:
-    """Prepares JAX and returns what it found.
+    """Prepares JAX and returns the devices that it found.
 
     Args:
-      platform: `cpu`, `cuda`, `tpu`, or `auto` for the accelerator where there is
-        one and else the cpu.
+      platform: `cpu`, `cuda`, `tpu`, or `auto` for an accelerator if there is one,
+        else the cpu.
       compute_dtype: precision on accelerators; the cpu always uses float32.
-      mock_devices: make this many devices of the cpu; 0 for one.
+      mock_devices: number of devices to split the cpu into; 0 for one.
       prealloc: reserve most of the accelerator's memory at once.
       jit: compile; else every operation runs by itself.
       debug: raise at the first value that is not finite.
@@ -80,11 +80,12 @@ def setup(
       replica: index of this host.
       replicas: number of hosts that train together.
       train_devices: number of devices that train, on each host.
-      cache: folder of compiled programs; by default one of the user's.
+      cache: folder of compiled programs; by default that of JAX's own settings, else
+        one in the user's cache.
 
     Raises:
-      SetupError: other devices than asked for.
-      ValueError: settings that do not go together.
+      SetupError: the devices are not those that the settings ask for.
+      ValueError: a setting is invalid, or contradicts another.
     """
     if platform not in PLATFORMS:
         raise ValueError(
@@ -122,8 +123,8 @@ def xla_flags(
 ) -> dict[str, str]:
     """Flags of the compiler by name.
 
-    Those for the gpu do nothing elsewhere, so that they are given whenever the
-    platform may turn out to be one.
+    Flags for the gpu do nothing on other platforms, so they are given whenever the
+    platform may turn out to be a gpu.
     """
     flags = {}
     if mock_devices:
@@ -138,10 +139,10 @@ def xla_flags(
 
 
 def add_xla_flags(environ: MutableMapping[str, str], flags: Mapping[str, str]) -> None:
-    """Adds flags to XLA_FLAGS. What the user has set there stays as it is.
+    """Adds flags to XLA_FLAGS; flags that the user has set there stay as they are.
 
     Raises:
-      SetupError: the user's number of mock devices is another.
+      SetupError: the user has set another number of mock devices.
     """
     given = environ.get("XLA_FLAGS", "").split()
     theirs = {
@@ -175,7 +176,7 @@ def _use_cache(folder: str | os.PathLike[str] | None) -> None:
             "jax_persistent_cache_min_compile_time_secs", SLOW_COMPILE_SECONDS
         )
     try:
-        # Programs in it are run, so that nobody else may write there.
+        # Programs in the cache are run, so no other user may write to it.
         pathlib.Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"{folder} cannot be written")
@@ -186,7 +187,7 @@ def _use_cache(folder: str | os.PathLike[str] | None) -> None:
 
 
 def _connect(address: str, replica: int, replicas: int) -> None:
-    """Meets the other hosts; the first one listens at the address."""
+    """Connects to the other hosts; the first host listens at the address."""
     if jax.distributed.is_initialized():
         return
     if not address:
@@ -197,7 +198,7 @@ def _connect(address: str, replica: int, replicas: int) -> None:
     logger.info(
         "Host %d of %d waits for the others at %s ...", replica, replicas, address
     )
-    # It would take SIGTERM for itself, which is how this process is told to save.
+    # That service would intercept SIGTERM, which asks this process to save.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=address,
@@ -226,7 +227,7 @@ def _check(
     platform: str, backend: Backend, mock_devices: int, expect: int, replicas: int
 ) -> None:
     found = f"{backend.devices} {backend.platform} devices ({_listing()})"
-    late = "JAX was already in use in this process: prepare it before."
+    late = "JAX was initialised in this process before: call `setup` first."
     if platform != "auto" and BACKENDS[platform] != backend.platform:
         raise SetupError(f"jax.platform: expected {platform}, got {found}. {late}")
     if mock_devices and backend.devices != mock_devices * replicas:

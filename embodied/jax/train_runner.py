@@ -13,21 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from embodied.base import Array
 from embodied.jax import devices
 from embodied.jax.algorithm import Algorithm
-from embodied.jax.compiling import (
-    Packed,
-    Signature,
-    compile_ahead,
-    compiles,
-    copies,
-    pack,
-    signature,
-)
+from embodied.jax.compiling import compile_ahead, compiles
 from embodied.jax.device_stream import SEED, Placer, seed_words
-from embodied.jax.devices import Layout
+from embodied.jax.devices import Layout, Packed, pack
 from embodied.jax.nets import Tree
 from embodied.jax.param_names import flat_name
 
@@ -52,23 +45,23 @@ class TrainRunner:
 
     Methods may be called from several threads. `_lock` guards the state, the update
     whose results were not returned yet, the count and the compiled functions: an
-    update takes the state's memory for the new state, so that whoever uses the state
-    must have been dispatched before.
+    update reuses the state's memory for the new state, so every other use of the old
+    state must have been dispatched before.
 
-    The state is kept as a flat list, since its modules take longer to take apart than
-    the devices take for a small update.
+    The state is kept as a flat list, since flattening its modules takes longer than a
+    small update on the devices.
 
     Args:
       algorithm: the pure functions.
-      layout: of the devices that train.
-      placer: moves batches to them.
-      seed: of weights, and of batches that have none.
-      watch: gets the number of updates in a row that were not finite, and the batch
-        of the last, after each update that was not.
+      layout: layout of the devices that train.
+      placer: moves batches to these devices.
+      seed: seed of the weights, and of batches that have no seed.
+      watch: called after each update that was not finite, with the number of such
+        updates in a row and the batch of this one.
       publish: gets the leaves of the policy's parameters after each update.
-      publish_shardings: where these should lie, by the tree of their shapes; by
-        default on every device.
-      options: of the compiler.
+      publish_shardings: maps the tree of these parameters' shapes to shardings; by
+        default they are whole on every device.
+      options: options of the compiler.
     """
 
     def __init__(
@@ -92,7 +85,7 @@ class TrainRunner:
         self._options = options
         self._lock = threading.Lock()
         self._pending: PendingUpdate | None = None
-        self._steps: dict[tuple[str, Signature], Callable[..., Any]] = {}
+        self._steps: dict[tuple[str, tuple], Callable[..., Any]] = {}
         key = jax.random.key(seed)
         shapes = jax.eval_shape(algorithm.init, key)
         paths, self._treedef = jax.tree_util.tree_flatten_with_path(shapes)
@@ -117,7 +110,7 @@ class TrainRunner:
         """Carry of this host's rows before the first batch.
 
         Raises:
-          ValueError: rows that the devices cannot divide.
+          ValueError: the rows cannot be divided among the devices.
         """
         self._layout.check_rows(rows)
         total = rows * self._layout.hosts
@@ -130,14 +123,14 @@ class TrainRunner:
     def train(
         self, carry: Tree, batch: Mapping[str, Array]
     ) -> tuple[Tree, dict[str, Any], dict[str, np.ndarray]]:
-        """Starts an update and returns the results of the one before.
+        """Starts an update and returns the results of the previous one.
 
         So the devices have the next update to work on before the last one ends. The
-        first call returns no results; `flush` returns those of the last.
+        first call returns no results; `flush` returns those of the last update.
 
         Args:
           carry: from `init_carry` or the last call; it cannot be used again.
-          batch: on the devices or not; if it has no seed, it gets one.
+          batch: arrays on the devices or on the host; a missing seed is added.
 
         Raises:
           NonfiniteError: too many updates in a row were not finite.
@@ -166,7 +159,7 @@ class TrainRunner:
     def report(
         self, carry: Tree, batch: Mapping[str, Array]
     ) -> tuple[Tree, dict[str, np.ndarray]]:
-        """Waits for metrics of a batch that is not trained on."""
+        """Computes metrics of a batch without training on it, and waits for them."""
         batch, seed = self._inputs(batch, REPORT_SEED)
         with self._lock:
             step = self._step("report", self._report, batch, (carry, batch, seed))
@@ -180,22 +173,23 @@ class TrainRunner:
             return
 
         def take(leaves: list[Array]) -> list[Array]:
-            return copies(self._params(leaves))
+            return _copies(self._params(leaves))
 
         with self._lock:
             take = jax.jit(take, out_shardings=self._params_shardings)
             self._publish(take(self._leaves))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The whole state by flat name; with several hosts all must call it.
+        """Returns the whole state by flat name; all hosts must call it together.
 
         Raises:
           NonfiniteError: a part of it is not finite, and would spoil a checkpoint.
         """
         self._check_state()
         with self._lock:
-            devices.start_fetch(self._leaves)
-            return dict(zip(self.names, devices.fetch_whole(self._leaves)))
+            for leaf in self._leaves:
+                leaf.copy_to_host_async()
+            return dict(zip(self.names, map(_whole, self._leaves)))
 
     def replace(self, arrays: Mapping[str, Any]) -> None:
         """Replaces the named arrays of the state, and drops pending results."""
@@ -221,7 +215,7 @@ class TrainRunner:
             hosts=True,
         )
         leaves = make(key)
-        if not compiles():  # Compiled, they lie where they should.
+        if not compiles():  # Otherwise the compiled function has placed them.
             leaves = devices.put(leaves, self._shardings)
         return leaves
 
@@ -229,7 +223,7 @@ class TrainRunner:
         self, name: str, function: Any, batch: Mapping[str, Array], arguments: tuple
     ) -> Callable[..., Any]:
         """Returns a function of the state, compiled for the shapes of a batch."""
-        key = (name, signature(batch))
+        key = (name, _signature(batch))
         if key not in self._steps:
             rows, everywhere = self._layout.rows, self._layout.everywhere
             shardings: tuple[Any, ...] = (rows, everywhere)
@@ -256,7 +250,7 @@ class TrainRunner:
             state, carry, batch, seed, self._layout.gather
         )
         leaves = jax.tree.leaves(state)
-        params = None if self._publish is None else copies(self._params(leaves))
+        params = None if self._publish is None else _copies(self._params(leaves))
         return leaves, carry, outputs, pack(metrics), params
 
     def _report(
@@ -289,7 +283,7 @@ class TrainRunner:
     def _finish(
         self, update: PendingUpdate | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Waits for an update."""
+        """Waits for an update; returns its outputs, if they are finite, and metrics."""
         if update is None:
             return {}, {}
         metrics = devices.fetch(update.metrics).unpack()
@@ -302,7 +296,7 @@ class TrainRunner:
         return {}, metrics  # Recurrent states of such a batch are of no use.
 
     def _check_state(self) -> None:
-        """Raises NonfiniteError if updates cannot mend the state any more."""
+        """Raises NonfiniteError if the state is not finite: no update can mend that."""
         with self._lock:
             finite = jax.device_get(_are_finite(self._leaves))
         damaged = [name for name, fine in zip(self.names, finite) if not fine]
@@ -313,6 +307,22 @@ class TrainRunner:
                 f"{', '.join(damaged[:3])}. No update can mend them, and they are not "
                 "saved. The same command continues from the newest checkpoint."
             )
+
+
+def _signature(arrays: Mapping[str, Any]) -> tuple:
+    """Keys, shapes and dtypes, which a compiled function depends on."""
+    return tuple(
+        (key, value.shape, str(value.dtype)) for key, value in sorted(arrays.items())
+    )
+
+
+def _copies(tree: Tree) -> list[Array]:
+    """Copies the leaves of a tree, so that they share no memory with other results.
+
+    Call it within a compiled function whose other arguments or results are donated
+    later: without a copy, a function may return the memory of its input.
+    """
+    return [jnp.copy(leaf) for leaf in jax.tree.leaves(tree)]
 
 
 @jax.jit
@@ -339,14 +349,14 @@ class NonfiniteWatch:
         self._folder = pathlib.Path(folder)
 
     def __call__(self, streak: int, batch: Mapping[str, Array]) -> None:
-        """Notes an update.
+        """Counts a skipped update.
 
         Args:
           streak: updates in a row that were skipped, this one included.
-          batch: what the update was made of.
+          batch: batch of the update.
 
         Raises:
-          NonfiniteError: there were too many.
+          NonfiniteError: too many updates in a row were skipped.
         """
         self.skipped += 1
         if self.skipped.bit_count() == 1:  # At 1, 2, 4, 8 and so on.
@@ -364,7 +374,7 @@ class NonfiniteWatch:
             )
 
     def _write(self, batch: Mapping[str, Array]) -> pathlib.Path:
-        """Writes a batch in types that NumPy itself has."""
+        """Writes a batch, with types that NumPy itself lacks as float32."""
         arrays = devices.fetch(dict(batch))
         for key, value in arrays.items():
             if value.dtype.kind == "V":
@@ -373,3 +383,10 @@ class NonfiniteWatch:
         path = self._folder / BATCH_FILE
         np.savez_compressed(path, **arrays)
         return path
+
+
+def _whole(x: jax.Array) -> np.ndarray:
+    """Returns an array of all hosts, which must call it together."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

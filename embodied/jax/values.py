@@ -17,7 +17,7 @@ MOST_CLASSES = 2**16  # Beyond this an integer is a number, not a category.
 
 
 def classes(space: Space, key: str) -> int:
-    """Number of classes of a discrete space; the largest of its elements'."""
+    """Number of classes of a discrete space: the most that one of its elements has."""
     most = int(np.max(space.classes))
     if most > MOST_CLASSES:
         raise ValueError(
@@ -28,7 +28,7 @@ def classes(space: Space, key: str) -> int:
 
 
 def class_counts(space: Space) -> np.ndarray | None:
-    """Classes of each element, of the space's shape; None if all have as many."""
+    """Number of classes of each element, in the space's shape; None if all agree."""
     counts = np.asarray(space.classes)
     return None if np.all(counts == counts.flat[0]) else counts
 
@@ -42,8 +42,9 @@ def vector_size(space: Space, key: str) -> int:
 def present(space: Space, value: Array) -> Array:
     """Mask of values without a missing element: [..., *space.shape] to [...] bool.
 
-    Missing is what is not finite in floats (-inf by convention; NaN would otherwise
-    spoil the weights), and -1 in signed integers whose space does not contain it.
+    An element is missing if it is a float that is not finite (-inf by convention; NaN
+    would otherwise spoil the weights), or -1 in signed integers whose space does not
+    contain it.
     """
     lead = value.shape[: value.ndim - len(space.shape)]
     axes = tuple(range(len(lead), value.ndim))
@@ -55,7 +56,7 @@ def present(space: Space, value: Array) -> Array:
 
 
 def class_index(space: Space, value: Array) -> Array:
-    """Turns discrete values into indices from 0 on, int32."""
+    """Turns discrete values into indices that start at 0, int32."""
     index = value.astype(jnp.int32)
     if space.dtype.kind == "b":
         return index
@@ -70,7 +71,7 @@ def class_value(space: Space, index: Array) -> Array:
 
 
 def jax_dtype(space: Space) -> np.dtype:
-    """The dtype of values in JAX, which has no 64 bits by default."""
+    """The dtype of values in JAX, which by default has no 64-bit types."""
     return np.dtype(jax.dtypes.canonicalize_dtype(space.dtype))
 
 

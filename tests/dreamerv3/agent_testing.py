@@ -70,40 +70,44 @@ def golden_config(unimix: float = 0.0):
 
 # Options that save most of the compiler's time on the CPU.
 QUICK: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):  # Later versions may not know it, which they refuse.
+if jax.__version_info__ < (0, 11):  # Later versions may refuse it as unknown.
     QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
 def quick_jit(function, **options):
     """Compiles without optimisation, which takes a quarter of the time."""
 
-    def call(*args, **kwargs):  # Modules cannot be hashed, as compiling needs.
+    def call(*args, **kwargs):  # Hashable, unlike modules, as `jit` requires.
         return function(*args, **kwargs)
 
     return jax.jit(call, compiler_options=QUICK, **options)
 
 
 def compute(function, *inputs):
-    """The result as NumPy's arrays, of one program instead of one for every step."""
+    """Returns NumPy arrays, compiling one program instead of one per operation."""
     return jax.device_get(quick_jit(function)(*inputs))
 
 
 @functools.cache
-def make_state(*argv: str, **options) -> model.State:
-    """An agent with random weights, of which none are zeros or ones."""
+def make_state(*argv: str, action=None, **options) -> model.State:
+    """An agent with random weights, of which none are zeros or ones.
+
+    It has the actions of ACT_SPACE, or a single one of a given space.
+    """
     config = agent_config(*argv)
+    spaces = (OBS_SPACE, {"action": action} if action else ACT_SPACE)
     state = jax.eval_shape(
-        lambda key: model.init(key, OBS_SPACE, ACT_SPACE, config, **options),
+        lambda key: model.init(key, *spaces, config, **options),
         jax.random.key(0),
     )
     return fill(state)
 
 
 def fill(tree):
-    """Fills a tree of shapes: random weights, and zeros for all else.
+    """Fills a tree of shapes: weights with random values, other arrays with zeros.
 
-    With NumPy, since compiling `init` for every variant takes long. So would
-    `jnp.asarray`, which compiles a program for every shape.
+    Uses NumPy, since compiling `init` for every variant takes long. `jnp.asarray`
+    would too, because it compiles a program for every shape.
     """
     rng = np.random.default_rng(0)
     values = {}
@@ -181,7 +185,7 @@ def train_step():
 
 
 def arrays(tree) -> dict[str, np.ndarray]:
-    """Arrays by flat name, as NumPy's: comparing those needs no compilation."""
+    """NumPy arrays by flat name, since comparing these needs no compilation."""
     return {name: np.asarray(leaf) for name, leaf in flat_params(tree).items()}
 
 

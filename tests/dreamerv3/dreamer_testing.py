@@ -1,4 +1,4 @@
-"""Agents of tiny networks, as programs make them."""
+"""Agents with tiny networks, created as the programs create them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks and logdirs for tests that use agents of checkpoints."""
+"""Tasks and logdirs for tests that load agents from checkpoints."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from dreamerv3.cli.logdir import prepare_logdir
 from embodied import Env
 from embodied.checkpoint import Checkpoint
 
+# Actions that a policy returns: `reset` is for environments only.
+ACT_SPACE = {k: v for k, v in testing.ACT_SPACE.items() if k != "reset"}
+
 
 class Task(Env):
-    """Episodes of five steps with the spaces of a test, and values from a seed."""
+    """Episodes of five steps with the spaces of `agent_testing` and seeded values."""
 
     obs_space = testing.OBS_SPACE
     act_space = testing.ACT_SPACE
@@ -39,14 +42,14 @@ class Task(Env):
 
 
 class GoldenTask(Task):
-    """The spaces of the golden arrays."""
+    """The same task with the spaces of the golden arrays."""
 
     obs_space = testing.GOLDEN_OBS_SPACE
     act_space = testing.GOLDEN_ACT_SPACE
 
 
 def save_run(logdir, *argv, step=7, without=()):
-    """Makes a logdir with the checkpoint of an agent that was not trained."""
+    """Makes a logdir with the checkpoint of an untrained agent."""
     config = make_config(
         *("--logdir", str(logdir), "--task", "inference_testing:Task"), *argv
     )

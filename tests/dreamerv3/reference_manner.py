@@ -1,4 +1,4 @@
-"""A training script as users of the reference have them: factories and a loop.
+"""A training script as users of the reference write it: factories and a loop.
 
 python reference_manner.py train LOGDIR        # Or parallel.
 """

@@ -26,7 +26,7 @@ def train(agent: Agent, updates: int) -> tuple[dict, dict]:
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[Agent, dict, dict, dict]:
-    """An agent after some updates, the results of the last, and its state then."""
+    """A trained agent, outputs and metrics of its last update, and its saved state."""
     agent = make_agent()
     before = agent.save()["params"]
     outputs, metrics = train(agent, UPDATES)

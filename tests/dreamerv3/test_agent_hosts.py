@@ -8,7 +8,7 @@ from program_testing import run_programs
 from embodied.rpc import free_port
 
 ROWS, ROUNDS, HOSTS = 4, 3, 2
-# Updates that are far larger than what rounding makes of them.
+# Makes updates far larger than differences by rounding.
 FLAGS = (
     *("--agent.opt.lr", "1e-3", "--agent.opt.warmup", "1"),
     *("--agent.slowvalue.rate", "0.5"),
@@ -43,7 +43,7 @@ def test_two_processes_equal_one(tmp_path):
     single = train_rounds(agent, ROUNDS, ROWS)
     for name, value in before.items():
         moved = np.abs(single[f"params:{name}"] - value).max()
-        # Values, and so returns, are zero at first.
+        # Values are zero at first, and so are returns: their statistics move less.
         assert moved > (0 if name.startswith("retnorm/") else 1e-4), name
     for key, value in single.items():
         rows = np.split(value, HOSTS) if key.startswith("replay:") else [value] * HOSTS

@@ -6,13 +6,14 @@ import gymnasium
 import numpy as np
 import pytest
 
+from dreamerv3.cli.check import StepStatistics
 from dreamerv3.main import main
 
 BOX = gymnasium.spaces.Box
 
 
 class Sound(gymnasium.Env):
-    """Fine, from images of an odd size."""
+    """A valid environment with images of an odd size."""
 
     observation_space = gymnasium.spaces.Dict(
         image=BOX(0, 1, (3, 50, 40), np.float32),
@@ -42,7 +43,7 @@ class Sound(gymnasium.Env):
 
 
 class Strange(Sound):
-    """Nothing that stops training, but much that is odd."""
+    """Can be trained on, but is odd in several ways."""
 
     def reset(self, *, seed=None, options=None):
         return super().reset(seed=3)
@@ -55,7 +56,7 @@ class Strange(Sound):
 
 
 class Late(Sound):
-    """Fails after some steps, out of its space."""
+    """Returns an observation outside of its space after some steps."""
 
     def step(self, action):
         obs, *rest = super().step(action)
@@ -65,7 +66,7 @@ class Late(Sound):
 
 
 class Vanishing(Sound):
-    """Has no observation that networks take."""
+    """Has a discrete observation with too many classes."""
 
     observation_space = gymnasium.spaces.Dict(
         text=gymnasium.spaces.Discrete(2**20), reward2=BOX(0, 1, (2,), np.float32)
@@ -73,7 +74,7 @@ class Vanishing(Sound):
 
 
 class Other(Sound):
-    """Other spaces with another seed."""
+    """Has another action space for another seed."""
 
     def __init__(self, seed):
         self.action_space = gymnasium.spaces.Discrete(2 + seed % 50)
@@ -98,7 +99,17 @@ def test_a_sound_environment(capsys):
     assert "episodes of 5 steps on average" in out
     assert "The agent would have" in out
     assert "Note: 'mission' never changed." in out
-    assert out.endswith("Nothing stands in the way of training.\n")
+    assert out.endswith("No problems found: it can be trained on.\n")
+
+
+def test_the_first_step_does_not_count_for_the_rate():
+    found = StepStatistics()
+    step = {"is_first": False, "is_last": False, "reward": 1.0}
+    for _ in range(3):
+        found.add(step, worker=0)
+    found.seconds = 0.5
+    assert "3 random steps" in next(found.lines())
+    assert next(found.lines()).endswith(": 4 steps/s")
 
 
 def test_what_is_odd_is_noted(capsys):
@@ -106,7 +117,7 @@ def test_what_is_odd_is_noted(capsys):
     assert code == 0
     for note in (
         "no episode ended within",
-        "no reward but 0 was seen",
+        "all rewards were 0",
         "'speed' was not finite in",
         "environments of different seeds begin alike",
     ):
@@ -127,7 +138,7 @@ def test_what_would_stop_training_is_an_error(name, flags, message, capsys):
     code, out, err = check(capsys, name, "--configs", "size1m", *flags)
     assert code == 2
     assert message in err
-    assert "Nothing stands in the way" not in out
+    assert "No problems found" not in out
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from dreamerv3.cli.config import ConfigError, load_config
 from embodied.envs import registry
 
-MISTAKES = {
+USAGE_ERRORS = {
     # Names of keys and blocks.
     "unknown key": ("--run.enws 8", "--run.enws 8", "no such key", "--run.envs?"),
     "key without its group": ("--envs 8", "--envs 8", "no such key", "--run.envs?"),
@@ -198,14 +198,14 @@ MISTAKES = {
 
 @pytest.fixture(autouse=True)
 def image_suite(monkeypatch):
-    """A suite whose options have an image size, whichever suites there are."""
+    """Registers a suite with an image size in its options, whichever suites exist."""
     suite = registry.Suite("dmc", "none:none", "none")
     monkeypatch.setattr(registry, "SUITES", {**registry.SUITES, "dmc": suite})
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", USAGE_ERRORS)
 def test_mistake_is_one_message_that_says_all(name):
-    arguments, *words = MISTAKES[name]
+    arguments, *words = USAGE_ERRORS[name]
     with pytest.raises(ConfigError) as caught:
         load_config(arguments.split(" "), {})
     assert len(caught.value.problems) == 1

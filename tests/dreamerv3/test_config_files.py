@@ -1,4 +1,4 @@
-"""Files of one's own among the blocks, and names of logdirs that are filled in."""
+"""Configuration files of users among the blocks, and placeholders in logdirs."""
 
 import pytest
 
@@ -39,7 +39,7 @@ class TestFiles:
     def test_it_mixes_with_blocks_in_order_and_flags_come_last(self, mine):
         config = load("--configs", "debug", mine)
         assert config.agent.policy.units == 33
-        assert config.batch_size == 8  # Of the block.
+        assert config.batch_size == 8  # From the block.
         config = load("--configs", mine, "debug", "--run.train_ratio", "5")
         assert config.agent.policy.units == 8
         assert (config.run.envs, config.run.train_ratio) == (4, 5.0)
@@ -54,7 +54,7 @@ class TestFiles:
         path = prepare_logdir(first) / "config.yaml"
         again = load_config(["--configs", str(path), "--logdir", "other"], {})
         assert again == first.update(logdir="other")
-        # Without a logdir of its own it does not continue the other.
+        # Without a flag for the logdir, it does not continue the first run.
         assert load_config(["--configs", str(path)], {}).logdir != first.logdir
         smaller = load_config(["--configs", str(path), "size1m"], {})
         assert (smaller.seed, smaller.agent.policy.units) == (7, 64)

@@ -275,7 +275,7 @@ class TestHelp:
         assert max(map(len, lines)) <= 88
 
 
-# Keys whose values depend on one another; what goes together is tested elsewhere.
+# Keys whose values depend on one another; their combinations are tested elsewhere.
 TOGETHER = re.compile(
     r"task|script|replicas?|batch_.*|.*consec_.*|report_length|replay_context"
     r"|replay\.(size|fracs.*)|run\.(envs|eval_envs|actor_batch|remote_.*|.*_addr)"
@@ -283,7 +283,7 @@ TOGETHER = re.compile(
     r"|.*\.(depth|mults|minstd|maxstd|perclo|perchi)|logdir"
 )
 FREE = [key for key in DEFAULTS if not TOGETHER.fullmatch(key)]
-# What means something to YAML or to the command line, and some that no rule foresees.
+# Characters with a meaning in YAML or on the command line, and unforeseen ones.
 CHARACTERS = "aZ09 ._-+:;#'\"`{}[]()<>|%&*!?,\\/=~$^@é\u00a0\u2028\ufeff☃😀"
 
 

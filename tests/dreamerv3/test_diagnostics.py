@@ -32,7 +32,7 @@ def open_loop():
 
 def predict(batch):
     networks = make_state(replay_context=CONTEXT).model
-    # So sure of the state that every observation shows in it, whatever the noise.
+    # Large posterior logits, so that observations decide the state despite the noise.
     sure = {"dyn/obslogit/kernel": 100 * networks.dyn.parts["obslogit"].kernel}
     networks = with_flat_params(networks, sure)
     carry = model.init_carry(networks, BATCH)

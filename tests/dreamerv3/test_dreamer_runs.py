@@ -1,4 +1,4 @@
-"""The agent in the programs: training, continuing, evaluating, and the same again."""
+"""The agent in the programs: training, continuing, evaluating, reproducibility."""
 
 import functools
 import json
@@ -21,9 +21,9 @@ from embodied.envs.dummy import Dummy
 # Vectors, since programs with images take much longer to compile.
 TINY = ["--configs", "debug", "--task", "gym_CartPole-v1", "--run.eval_envs", "2"]
 TINY += ["--logger.outputs", "jsonl", "--batch_size", "4", "--agent.imag_length", "3"]
-TIMED = ("fps/", "timer/", "usage/")  # What differs from run to run.
+TIMED = ("fps/", "timer/", "usage/")  # Metrics that differ from run to run.
 UPDATES = 20
-START = 4 * 10 + 4 * 10  # Steps of 4 envs that make 4 · 10 sequences of 11 steps.
+START = 4 * 10 + 4 * 10  # Until 4 envs have made 4 · 10 sequences of 11 steps.
 
 pytestmark = pytest.mark.timeout(400)  # Most of it for the first compilation.
 
@@ -120,7 +120,7 @@ class TestPrograms:
 
 
 def use_envs(monkeypatch, make_env):
-    """Has `--script train` use other environments."""
+    """Makes `--script train` use the environments of `make_env`."""
     program = functools.partial(scripts.run_train, make=make_env)
     monkeypatch.setitem(scripts.SCRIPTS, "train", program)
 
@@ -162,7 +162,7 @@ class TestRefusals:
 
 
 class TestReproducible:
-    """Two runs with one seed, of which one also saves after every step."""
+    """Compares two runs with one seed; one of them also saves after every step."""
 
     def run(self, logdir, *argv):
         steps = ["--run.log_every", "-1", "--run.train_ratio", "10", *argv]
@@ -197,7 +197,7 @@ class TestReproducible:
             {name: value for name, value in line.items() if not name.startswith(TIMED)}
             for line in read_metrics(logdir)
         ]
-        # Each update is logged for itself.
+        # Each update is logged separately.
         assert len([x for x in lines if "train/loss/policy" in x]) > 5
         assert lines[-1]["train/opt/updates"] == UPDATES
         return lines

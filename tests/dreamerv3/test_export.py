@@ -1,4 +1,4 @@
-"""Policies without what only training needs."""
+"""Exported policies, which hold only what acting needs."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What the command line says of environments that do not work."""
+"""Error messages of the command line for environments that do not work."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from dreamerv3.cli.texts import foreign_part
+from dreamerv3.cli.texts import trim_traceback
 from dreamerv3.main import main
 from embodied.wrappers import checking
 
@@ -154,7 +154,7 @@ def test_the_installed_program_finds_environments_in_the_current_folder(tmp_path
     program.parent.mkdir()
     program.write_text("from dreamerv3.main import main\nraise SystemExit(main())\n")
     argv = [*ROLLOUT, "--task", "faulty_module:Good", "--logdir", str(tmp_path / "l")]
-    argv += ["--run.debug", "False"]  # In processes of their own.
+    argv += ["--run.debug", "False"]  # Environments run in other processes.
     for safe, code in (("", 0), ("1", 2)):
         done = subprocess.run(
             [sys.executable, str(program), *argv],
@@ -175,7 +175,7 @@ def test_tracebacks_that_are_only_ours_are_whole():
                   ^^^^^^^^^^^^^^^^^^^^^
         KeyError: 'x'
         ''')
-    assert foreign_part(ours) == ours
+    assert trim_traceback(ours) == ours
     theirs = '  File "/home/me/env.py", line 3, in step\n    return self.count["x"]\n'
     both = ours.replace("KeyError", theirs + "KeyError")
-    assert foreign_part(both) == f"{ours.splitlines()[0]}\n{theirs}KeyError: 'x'\n"
+    assert trim_traceback(both) == f"{ours.splitlines()[0]}\n{theirs}KeyError: 'x'\n"

@@ -6,9 +6,17 @@ from agent_testing import KEY, compute, make_state, quick_jit
 
 from dreamerv3.imagination import imagine
 from dreamerv3.model import features
+from embodied import Space
 from embodied.jax.heads import action_vector
 
 COUNT, LENGTH = 5, 3
+# Spaces of a single action; contributions of the first two are looked up.
+SINGLE = [
+    Space(np.int32, (), 2, 6),
+    Space(bool),
+    Space(np.int32, (2,), 0, 3),
+    Space(np.float32, (2,), -1, 1),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +35,9 @@ def start(dyn):
     }
 
 
-def test_the_scan_equals_policy_and_model_in_turn():
-    model = make_state().model
+@pytest.mark.parametrize("action", [None, *SINGLE], ids=str)
+def test_the_scan_equals_policy_and_model_in_turn(action):
+    model = make_state(action=action).model
     dyn, pol = model.dyn, model.pol
     latent = start(dyn)
 

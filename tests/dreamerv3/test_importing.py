@@ -49,7 +49,7 @@ def run(source, logdir, *argv):
 
 
 def trained():
-    """The example with the weights of other golden arrays, and as if trained."""
+    """The example's parameters with golden weights and a trained optimiser's state."""
     rng = np.random.default_rng(0)
     params = example()
     for name, value in params.items():
@@ -66,7 +66,7 @@ def trained():
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-    """A converted checkpoint: its parameters there, and its logdir here."""
+    """A converted checkpoint: the reference's parameters, and the new logdir."""
     folder = tmp_path_factory.mktemp("imported")
     params = trained()
     counters = {"updates": 70, "batches": 71, "actions": 72}
@@ -212,7 +212,7 @@ class TestFolders:
     def test_it_is_found_in_logdirs_and_folders(self, tmp_path, place):
         write_reference(tmp_path / place, {"a": np.zeros(1)}, name="20250102T000000")
         write_reference(tmp_path / place, {"a": np.ones(1)}, name="20250101T000000")
-        # The one that is named last, although the other is newer.
+        # The checkpoint that `latest` names, although the other is newer.
         assert find_reference(tmp_path).name == "20250101T000000"
         assert read_reference(find_reference(tmp_path)).params["a"] == 1
 

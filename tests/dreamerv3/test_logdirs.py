@@ -1,4 +1,4 @@
-"""One program writes to a logdir, whose configuration is that of its checkpoint."""
+"""A logdir has one writer, and the configuration of its checkpoint."""
 
 import stat
 import subprocess
@@ -16,7 +16,7 @@ from dreamerv3.cli.logdir import (
     LogdirInUse,
     check_logdir,
     claim,
-    kept_config,
+    preserve_config,
 )
 from dreamerv3.main import main
 
@@ -35,17 +35,17 @@ def logdir(tmp_path):
 
 
 def test_a_program_without_a_checkpoint_leaves_the_configuration(logdir):
-    with pytest.raises(ZeroDivisionError), kept_config(str(logdir)):
+    with pytest.raises(ZeroDivisionError), preserve_config(str(logdir)):
         (logdir / FILENAME).write_text("new")
         raise ZeroDivisionError
     assert (logdir / FILENAME).read_text() == "old"
-    with kept_config(str(logdir)):
+    with preserve_config(str(logdir)):
         (logdir / FILENAME).write_text("new")
     assert (logdir / FILENAME).read_text() == "old"
 
 
 def test_a_checkpoint_brings_its_configuration(logdir):
-    with pytest.raises(ZeroDivisionError), kept_config(str(logdir)):
+    with pytest.raises(ZeroDivisionError), preserve_config(str(logdir)):
         (logdir / FILENAME).write_text("new")
         (logdir / MANIFEST).write_text("second")
         raise ZeroDivisionError
@@ -53,16 +53,16 @@ def test_a_checkpoint_brings_its_configuration(logdir):
 
 
 def test_a_new_run_keeps_what_it_wrote(tmp_path):
-    with kept_config(str(tmp_path)):
+    with preserve_config(str(tmp_path)):
         (tmp_path / FILENAME).write_text("new")
     assert (tmp_path / FILENAME).read_text() == "new"
 
 
 def test_a_claim_ends_with_the_program(tmp_path):
-    with kept_config(str(tmp_path)):
+    with preserve_config(str(tmp_path)):
         claim(tmp_path)
-        claim(tmp_path)  # By the same program.
-    with kept_config(str(tmp_path)):
+        claim(tmp_path)  # The same program may claim it again.
+    with preserve_config(str(tmp_path)):
         claim(tmp_path)
 
 
@@ -83,7 +83,7 @@ def test_two_programs_do_not_share_a_logdir(tmp_path, capsys):
             )
         finally:
             first.kill()
-    assert (logdir / LOCK).exists()  # But nobody holds it.
+    assert (logdir / LOCK).exists()  # But no process holds the lock.
     assert main([*flags, "--run.steps", "10"]) == 0
 
 
@@ -117,7 +117,7 @@ def test_files_are_for_those_who_may_read_them(tmp_path, access, umask, mode, sc
 
 
 class TestBeforeWeightsAreMade:
-    """What cannot work is said before anything slow, and leaves nothing behind."""
+    """Mistakes are reported before anything slow, and leave nothing behind."""
 
     @pytest.fixture(autouse=True)
     def no_weights(self, monkeypatch):

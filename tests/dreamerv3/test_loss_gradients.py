@@ -1,6 +1,6 @@
 """Gradients of the losses equal finite differences in float64.
 
-What a loss takes as given, and stops the gradient of, is constant in the differences.
+Terms whose gradient a loss stops are held constant in the differences.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def draw(*shape, seed=0):
 
 
 def value_logits(*lead, seed=0):
-    """Of values that are not as large as the outer bins."""
+    """Random logits of values that are smaller than the outer bins."""
     distance = np.abs(np.arange(BINS) - BINS // 2)
     return draw(*lead, BINS, seed=seed) - 4.0 * distance
 
 
 def check(function, *inputs, constant=None):
-    """Compares the gradient of a function with differences of another.
+    """Compares the gradient of a function with finite differences.
 
     Args:
-      function: of the inputs.
+      function: function of the inputs.
       inputs: trees of arrays.
-      constant: the same function with constants in place of what it stops the
-        gradient of; by default it needs none.
+      constant: the same function, with constants in place of the terms whose gradient
+        it stops; by default there are no such terms.
     """
     results = jax.eval_shape(function, *inputs)
     assert {x.dtype for x in jax.tree.leaves(results)} == {np.dtype("float64")}
@@ -83,7 +83,7 @@ def check(function, *inputs, constant=None):
 
 
 def on_arrays(function):
-    """Compiles a function whose results are NumPy's: differences need no compiler."""
+    """Compiles a function; its NumPy results are subtracted without compiling."""
     compiled = quick_jit(function)
     return lambda *inputs: jax.device_get(compiled(*inputs))
 
@@ -121,7 +121,7 @@ def test_squared_error():
 
 
 PIXELS = np.random.default_rng(1).integers(0, 256, (2, 48, 48, 1), np.uint8)
-# Spaces, values of which the last of some is missing, and shapes of raw outputs.
+# Space, values, and shape of raw outputs. The last number and class are missing.
 OBSERVATIONS = {
     "number": (Space(np.float32), [0.5, 1e6, -np.inf], ()),
     "matrix": (Space(np.float32, (1, 2)), [[[0, -3]], [[50, 1]]], (1, 2)),
@@ -153,7 +153,7 @@ def test_value():
 
 
 def policy_inputs(steps):
-    """Raw outputs for a continuous and a discrete action, and events of them."""
+    """Raw outputs for a continuous and a discrete action, and values of both."""
     mean, std = draw(2, ROWS, steps, 2)
     raw = {"mean": mean, "std": std, "logits": draw(ROWS, steps, 4, seed=1)}
     actions = {
@@ -223,7 +223,7 @@ def test_imagination(slowtar):
         )
         return found
 
-    # The value is in the returns and in the advantages too, where it gets no gradient.
+    # The value is also part of returns and advantages, where its gradient is stopped.
     fixed = on_arrays(lambda x: TwoHot(x).pred())(logits)
     check(
         lambda logits, raw: losses(TwoHot(logits), raw),
@@ -252,5 +252,5 @@ def test_replay(slowtar):
         )
         return found
 
-    # All but the value is given.
+    # Only the value gets a gradient.
     check(loss, logits, others, constant=lambda logits, _: loss(logits, others))

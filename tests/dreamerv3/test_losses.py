@@ -77,7 +77,7 @@ def golden_policy():
 
 @functools.cache
 def golden_predictions():
-    """Of the value and of the slow value."""
+    """Predictions of the value and of the slow value."""
     inputs, _ = golden_imagination()
     dists = inputs["value"], inputs["slow"]
     return compute(lambda dists: [dist.pred() for dist in dists], dists)
@@ -96,7 +96,7 @@ def golden_imagination():
             "disc": data["im_act_disc"][:, :-1],
         },
     }
-    # A normaliser whose scale is that of the golden data, whatever comes in.
+    # A normaliser whose state has the scale of the golden data.
     scale = data["im_retscale"]
     fixed = Normalizer("perc", limit=1.0, debias=False)
     states = {
@@ -211,7 +211,7 @@ def test_discount_outside_of_continues():
     scaled = {**inputs, "con": inputs["con"] * 0.9}
     inside, same, _, _ = imagination_loss(scaled, norms)
     np.testing.assert_allclose(ret, same, rtol=1e-5)
-    # The weight of the first step has no discount, so all are divided by it.
+    # With `disc`, weights are divided by it, so that the first one has no discount.
     np.testing.assert_allclose(losses["policy"] * 0.9, inside["policy"], rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The command line, what it makes, and rollouts in real processes."""
+"""The command line, its factories, and rollouts in real processes."""
 
 import json
 import resource
@@ -47,8 +47,8 @@ class TestProcess:
         assert "The flags that people use most" in alone.stdout
 
     def test_help_comes_at_once(self):
-        # Processor time, since a busy machine stretches the time on the clock; and
-        # against that of another import, since machines differ.
+        # Processor time, since wall time grows on a busy machine; relative to that of
+        # another import, since machines differ.
         def seconds(*command):
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             subprocess.run([sys.executable, *command], capture_output=True, check=True)
@@ -67,7 +67,7 @@ class TestProcess:
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         )
         first, then = map(set, map(str.split, done.stdout.splitlines()))
-        # Nothing at first, so that Ctrl-C finds a program that can handle it.
+        # Nothing is imported at first, so that the program can handle Ctrl-C early.
         assert not first & {"embodied", "elements", "numpy", *HEAVY}
         assert "embodied" in then and not then & HEAVY
 
@@ -79,7 +79,7 @@ class TestProcess:
         argv = ["--configs", "debug", "--logdir", str(tmp_path / "run")]
         code = (
             "import os, signal, sys\n"
-            # A shell may have started the tests with it ignored.
+            # A shell may have started the tests with SIGINT ignored.
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "class Finder:\n"
             "    def find_spec(name, *_):\n"
@@ -87,7 +87,7 @@ class TestProcess:
             "            try:\n"
             "                os.kill(os.getpid(), signal.SIGINT)\n"
             "            except KeyboardInterrupt:\n"
-            # As modules in C do.
+            # Modules in C may replace the interrupt by another error.
             f"                raise {becomes}('not initialised') from None\n"
             "sys.meta_path.insert(0, Finder)\n"
             "from dreamerv3.main import main\n"
@@ -96,7 +96,7 @@ class TestProcess:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
         )
-        told = "dreamerv3: left at once, without saving.\n"
+        told = "dreamerv3: interrupted, without saving.\n"
         assert (done.returncode, done.stderr) == (130, told)
         assert not (tmp_path / "run").exists()
 
@@ -316,7 +316,7 @@ class TestRollout:
         with subprocess.Popen(
             command(*argv), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
-            # The first line with a step is printed while the rollout is going on.
+            # The first line with a step is printed during the rollout.
             assert any(line.startswith("step ") for line in process.stdout)
             process.send_signal(number)
             shown, errors = process.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""What the command line makes of the errors of parallel programs."""
+"""How the command line reports errors of parallel programs."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def run_with(monkeypatch, folder, error, cause=None):
 
 
 def test_all_scripts_are_there():
-    names = {*SCRIPTS, "suite", "ray"}  # Those two are found by `main`.
+    names = {*SCRIPTS, "suite", "ray"}  # `main` handles these two itself.
     assert set(read_keys()["script"].rule.names) == names
 
 

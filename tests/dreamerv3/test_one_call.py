@@ -50,7 +50,7 @@ class Coin(gymnasium.Env):
 
 
 class Plain(gymnasium.ObservationWrapper):
-    """A wrapper whose arguments Gymnasium does not know."""
+    """A wrapper whose arguments Gymnasium does not record."""
 
     def observation(self, observation):
         return observation
@@ -99,7 +99,7 @@ def test_an_id_that_only_this_process_knows_reaches_the_others(tmp_path):
         flags = {
             **QUICK,
             "run.debug": False,
-        }  # The environment in a process of its own.
+        }  # The environment runs in another process.
         policy = dreamerv3.train("OneCallCoin-v0", 20, tmp_path, **flags)
     finally:
         del gymnasium.registry["OneCallCoin-v0"]
@@ -137,7 +137,7 @@ def test_blocks_come_after_the_size(tmp_path):
         ({"enws": 3}, "--enws 3: there is no such key. Did you mean --run.envs"),
         (
             {"repeat": 3},
-            "repeat: expected a key that is clear, but there are env.atari",
+            "repeat: expected one key, but it may be env.atari",
         ),
         ({"envs": 0}, "run.envs: expected at least 1, got 0"),
         ({"size": "13m"}, "--configs size13m: expected one or more of"),
@@ -194,7 +194,7 @@ def test_an_environment_that_cannot_be_sent_is_refused(tmp_path):
         dreamerv3.train(env, 10, tmp_path, **QUICK)
 
 
-# A script without a guard, with a class that no other process can import.
+# A script without a `__main__` guard, with a class that other processes cannot import.
 SCRIPT = """
 import sys
 import gymnasium, numpy as np, dreamerv3
@@ -234,7 +234,7 @@ def test_a_script_trains_in_parallel_and_gets_the_policy(tmp_path):
     assert (tmp_path / "ckpt" / "manifest.json").exists()
 
 
-# As notebooks run a cell: in a loop of asyncio, and of no file.
+# Runs a cell as notebooks do: in an asyncio loop, and without a source file.
 NOTEBOOK = """
 import asyncio, sys
 

@@ -1,4 +1,4 @@
-"""The example of a loss of one's own trains, and losses without a scale are errors."""
+"""The example of a user's own loss trains, and losses without a scale are errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_example_trains(tmp_path):
         text=True,
         timeout=390,
         cwd=tmp_path,
-        # Quick to compile, slow to run, of which there is little.
+        # Quick to compile and slow to run, for programs that run briefly.
         env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
     )
     assert result.returncode == 0, result.stderr

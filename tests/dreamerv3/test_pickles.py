@@ -1,4 +1,4 @@
-"""Pickles from strangers: arrays are read, and nothing is ever run."""
+"""Untrusted pickles: arrays are read, and code is never run."""
 
 import builtins
 import collections
@@ -34,7 +34,7 @@ PLAIN = {
 
 
 class Calls:
-    """Is pickled as a call."""
+    """An object that is pickled as a function call."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -78,7 +78,7 @@ def test_names_of_numpy_1_are_known():
 
 @pytest.fixture
 def marker(tmp_path):
-    """A file that code in pickles would make; no test may leave one."""
+    """Path of a file that code in a pickle would create; the test may not leave it."""
     path = tmp_path / "executed"
     yield path
     assert not path.exists()
@@ -184,7 +184,7 @@ def crafted(body, protocol=4):
         b"P0\n",  # PERSID
         text("0") + b"Q",  # BINPERSID
         b"\x97",  # NEXT_BUFFER
-        b"I1\n",  # Text as numbers, as in protocol 0.
+        b"I1\n",  # INT: a number as text, as in protocol 0.
         b"S'text'\n",
         b"\x8f",  # EMPTY_SET
         named("numpy", "ndarray.tofile"),
@@ -204,12 +204,12 @@ def test_instructions_and_names_beside_those_of_arrays_are_refused(body):
 @pytest.mark.parametrize(
     "body",
     [
-        # State for what has none: it would change the reader for the next file.
+        # State for stand-ins without one: it would change the reader for later files.
         DTYPE + b"}" + text("_make") + b"Nsb",
         DTYPE + b"N}" + text("__call__") + b"Ns\x86b",
         RECONSTRUCT + b"(" + text("x") + b"tb",
         NDARRAY + b"}" + text("x") + b"Nsb",
-        # Calls with other arguments than arrays are pickled with.
+        # Calls with other arguments than those of pickled arrays.
         RECONSTRUCT + b")R",
         RECONSTRUCT + DTYPE + b"K\x00\x85C\x01b\x87R",
         RECONSTRUCT + NDARRAY + b"K\x09\x85C\x01b\x87R",
@@ -218,7 +218,7 @@ def test_instructions_and_names_beside_those_of_arrays_are_refused(body):
         DTYPE + text("O") + b"\x89\x88\x87R",
         DTYPE + text("object") + b"\x89\x88\x87R",
         NDARRAY + b")R",
-        # Arrays without state, with two, or with one that does not fit.
+        # Arrays without a state, with two states, or with one that does not fit.
         EMPTY,
         EMPTY + b")b",
         EMPTY + b"}b",
@@ -353,7 +353,7 @@ def fuzz(data, changes):
         found = loads(bytes(data))
     except UnsafePickleError:
         return
-    # What is accepted is plain, whatever the bytes were.
+    # Values that are accepted are plain, whatever the bytes were.
     pickle.dump(found, io.BytesIO())
 
 

@@ -1,4 +1,4 @@
-"""Policies for other runtimes do what `load` does, on what an environment shows."""
+"""Policies for other runtimes act as those of `load` do, on real observations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 6
 
 
 def save_agent(logdir, *flags):
-    """An agent that was not trained, in a logdir."""
+    """Saves an untrained agent in a logdir."""
     config = load_config(["--configs", "debug", *flags, "--logdir", str(logdir)], {})
     agent = Agent(*make_spaces(config), config, compiler=QUICK)
     prepare_logdir(config)
@@ -37,14 +37,14 @@ def save_agent(logdir, *flags):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """With images, vectors and classes, discrete and continuous actions."""
+    """The logdir of a task with images, vectors, classes, and both kinds of actions."""
     logdir = tmp_path_factory.mktemp("run")
     save_agent(logdir, "--task", "dummy_both")
     return logdir
 
 
 def compare(logdir, step):
-    """Plays with `load`, and asks `step` for the same with the same noise."""
+    """Checks that `step` acts as the policy of `load` does, given the same noise."""
     policy, known = (
         dreamerv3.load(logdir, platform="cpu"),
         portable.load_portable(logdir),
@@ -98,7 +98,7 @@ def test_stablehlo_acts_like_load_for_any_batch(run, tmp_path):
 
 
 def convert(logdir, folder):
-    """Writes a policy as ONNX, in a process of its own: the package warns a lot."""
+    """Writes a policy as ONNX in another process, since the package warns a lot."""
     pytest.importorskip("jax2onnx", reason="the extra onnx is not installed")
     code = (
         "import sys, logging, warnings; warnings.simplefilter('ignore'); "

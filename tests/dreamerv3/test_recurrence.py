@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from agent_testing import compute
 
-from dreamerv3.fused import Recurrence, recur, scan_blocks, sum_units
+from dreamerv3.fused import sum_units
+from dreamerv3.recurrence import Recurrence, scan_blocks, scan_with_vjp
 
 
 class Network(Recurrence):
@@ -42,7 +43,7 @@ def arguments():
 
 @pytest.mark.parametrize("unroll", [1, 3])
 def test_values_equal_those_of_a_scan(arguments, unroll):
-    result = recur(NETWORK, unroll, *arguments)
+    result = scan_with_vjp(NETWORK, unroll, *arguments)
     # Unrolled alike, since the compiler may round differently otherwise.
     expected = ordinary(*arguments, unroll=unroll)
     jax.tree.map(
@@ -85,7 +86,7 @@ def test_gradients_equal_those_of_a_scan(arguments, unroll):
         return sum(jax.tree.leaves(products))
 
     def ours(*arguments):
-        return recur(NETWORK, unroll, *arguments)
+        return scan_with_vjp(NETWORK, unroll, *arguments)
 
     expected, result = (
         compute(jax.grad(lambda *a, of=function: total(of, *a), (0, 1, 2)), *arguments)
@@ -115,7 +116,7 @@ def test_the_backward_loop_holds_no_gradient_of_weights(arguments):
     weights = {x.shape for x in arguments[0].values()}
     _, ordinary_backward = gradient(ordinary)
     assert weights <= set(ordinary_backward)
-    _, backward = gradient(lambda *arguments: recur(NETWORK, 1, *arguments))
+    _, backward = gradient(lambda *arguments: scan_with_vjp(NETWORK, 1, *arguments))
     assert not weights & set(backward)
 
 

@@ -1,4 +1,4 @@
-"""Scripts in the reference's manner run, and their logdirs are those of any run."""
+"""Scripts in the reference's style run, and their logdirs are like those of any run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_script_trains_and_its_policy_can_be_used(script, tmp_path, capsys):
     assert policy.step >= 200
     obs = {k: np.zeros(x.shape, x.dtype) for k, x in policy.obs_space.items()}
     assert policy.act(obs)["action"] in policy.act_space["action"]
-    # Agents do not know their task, and so the logdir does not.
+    # Agents do not know their task, so the logdir does not name it.
     arguments = ["--script", "eval_only", "--logdir", str(logdir), "--run.envs", "1"]
     assert main(arguments) == 2
     assert "task: expected SUITE_NAME" in capsys.readouterr().err

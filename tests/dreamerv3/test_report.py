@@ -21,7 +21,7 @@ GREEN, RED = (0, 255, 0), (255, 0, 0)
 
 
 def reference_video(truth: np.ndarray, prediction: np.ndarray) -> np.ndarray:
-    """The same, one pixel of one frame after the other."""
+    """The same as `open_loop_video`, computed pixel by pixel."""
     rows, steps, height, width, channels = truth.shape
     video = np.zeros((steps + PAUSE, 3 * height + 4, rows * (width + 4), 3), np.uint8)
     for row, step in np.ndindex(rows, steps):
@@ -78,7 +78,7 @@ LOSSES = ("vector", "token", "rew", "con", "dyn", "rep", "policy", "value", "rep
 
 
 def report_of_vectors(gradients: bool):
-    """Report of observations without images: carries before and after, metrics."""
+    """Reports on observations without images; returns both carries and the metrics."""
     state = testing.make_state(replay_context=testing.CONTEXT)
     step = testing.quick_jit(report_step, static_argnames="gradients")
     carry = model.init_carry(state.model, testing.BATCH)
@@ -109,7 +109,7 @@ def test_vectors_have_losses_and_error_curves_instead_of_videos():
 def test_every_loss_has_a_gradient_norm_on_request():
     metrics = report_of_vectors(gradients=True)[2]
     for name in LOSSES:
-        # The untrained prior is closer to the posterior than what is free of loss.
+        # The KL of an untrained prior may be within the free nats, without a gradient.
         free = name in ("dyn", "rep") and metrics[f"loss/{name}"] == 1.0
         assert (metrics[f"gradnorm/{name}"] > 0) != free, name
 

@@ -18,7 +18,7 @@ def strict():
 
 
 def slow_return(last, term, rew, boot, disc, lam):
-    """The recursion as it is written down, one step at a time."""
+    """The recursion of the return, one step at a time."""
     batch, steps = rew.shape
     result = np.zeros((batch, steps - 1))
     for row in range(batch):

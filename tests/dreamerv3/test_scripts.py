@@ -192,7 +192,7 @@ class TestProcess:
             process.send_signal(signal.SIGINT)
             errors = process.communicate(timeout=30)[1]
         assert process.returncode == 130
-        assert errors == "dreamerv3: left at once, without saving.\n"
+        assert errors == "dreamerv3: interrupted, without saving.\n"
 
 
 def fill(replay, steps, worker=0):

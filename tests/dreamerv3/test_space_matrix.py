@@ -1,7 +1,7 @@
 """Agents for all kinds of observations and actions act and make two updates.
 
-All of them take long. `test_agent.py` does the same with vectors and classes that are
-seen, and discrete and continuous actions.
+All of these tests are slow. `test_agent.py` does the same with vectors and classes as
+observations, and with discrete and continuous actions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CASES = {
     ),
     **{
         f"image of {side}": ({"image": image(side, side)}, MOVE, [])
-        for side in range(48, 257, 16)  # All that the decoder can make.
+        for side in range(48, 257, 16)  # All sizes that the decoder can make.
     },
     "an image that is not square": ({"image": image(64, 96)}, MOVE, []),
     "a large gray image": ({"image": image(128, 128, 1)}, FORCE, []),
@@ -116,14 +116,14 @@ def test_agent_acts_and_makes_two_updates(name):
     if context:
         assert results["replay"]["stepid"].shape == (ROWS, LENGTH, 20)
     else:
-        assert "replay" not in results  # There is no latent that needs it.
+        assert "replay" not in results  # There are no latents to write back.
     after = agent.save()["params"]
     changed = {x for x in after if not np.array_equal(before[x], after[x])}
     assert {x.split("/")[0] for x in changed} >= {"enc", "dyn", "dec", "pol", "val"}
 
 
 def draw(spaces, lead, rng):
-    """Random values of spaces, of which none is the first or last of an episode."""
+    """Random values of spaces; flags are False, so no episode begins or ends."""
     values = {}
     for key, space in spaces.items():
         shape = (*lead, *space.shape)

@@ -1,4 +1,4 @@
-"""The lines at the end of a run: scores of the newest episodes, and what is there."""
+"""The lines at the end of a run: scores of the newest episodes, and its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder that came from elsewhere does not decide which code is run here."""
+"""A folder from another user does not decide which code runs here."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ import pytest
 
 import dreamerv3
 from dreamerv3.cli.config import ConfigError
-from dreamerv3.cli.task_origin import PROOF, is_own, names_code, sign_task
+from dreamerv3.cli.task_origin import PROOF, names_code, sign_task, started_by_user
 from dreamerv3.main import main
 
 HOSTILE = """
@@ -19,7 +19,7 @@ pathlib.Path(os.environ["HOSTILE_MARK"]).touch()
 def go():
     return Dummy("disc", size=(8, 8), length=5)
 """
-# One process for all of them, since starting takes most of the time.
+# One process for all tasks, since starting it takes most of the time.
 PROGRAM = """
 import sys
 from dreamerv3.main import main
@@ -80,7 +80,7 @@ def test_runs_of_this_user_need_no_word(stranger, tmp_path):
     assert start("--task", "hostile:go", *SMALL, *own).returncode == 0
     done = start("--script", "eval_only", *own)
     assert done.returncode == 0, done.stderr
-    # The proof is of this task alone.
+    # The proof is valid for this task only.
     shutil.copy(tmp_path / "own" / PROOF, stranger / PROOF)
     config = stranger / "config.yaml"
     config.write_text(config.read_text().replace("hostile:go", "hostile:other"))
@@ -102,7 +102,7 @@ def test_suites_name_no_code(tmp_path, capsys):
     assert not names_code("atari100k_boxing")
     sign_task(tmp_path, "dummy_disc")
     assert not list(tmp_path.iterdir()), "there is nothing to prove"
-    assert not is_own(tmp_path, "my_env:MyEnv")
+    assert not started_by_user(tmp_path, "my_env:MyEnv")
     flags = ["--task", "dummy_disc", *SMALL, "--logdir", str(tmp_path)]
     assert main(flags) == 0
     assert main(["--script", "eval_only", "--logdir", str(tmp_path)]) == 0
@@ -114,4 +114,4 @@ def test_without_a_key_there_is_no_proof(tmp_path, monkeypatch):
     sign_task(tmp_path, "my_env:MyEnv")
     assert not (tmp_path / PROOF).exists()
     (tmp_path / PROOF).write_bytes(b"")
-    assert not is_own(tmp_path, "my_env:MyEnv")
+    assert not started_by_user(tmp_path, "my_env:MyEnv")

@@ -42,8 +42,8 @@ def strict():
 
 
 def state_with(**options):
-    # Without free nats the prior is trained however close it is; without warm-up the
-    # second update is large enough to show in all weights.
+    # Without free nats, the prior is trained even if it is close to the posterior.
+    # Without warm-up, the second update is large enough to change all weights.
     argv = flags(**{"agent.dyn.rssm.free_nats": 0, "agent.opt.warmup": 1})
     return make_state(*argv, replay_context=CONTEXT, **options)
 
@@ -78,10 +78,10 @@ def loss_shapes(state, batch):
 
 @functools.cache
 def compiled_open_batch():
-    return quick_jit(training.open_batch)
+    return quick_jit(training.split_context)
 
 
-def open_batch(state, carry, batch):
+def split_context(state, carry, batch):
     return jax.device_get(compiled_open_batch()(state.model, carry, batch))
 
 
@@ -119,7 +119,7 @@ def test_outputs_for_the_replay():
 def test_the_first_update_moves_nothing_but_the_statistics():
     state, _, (new, _, _, metrics) = trained()
     moved = {module_of(name) for name in differing(state, new)}
-    # The learning rate starts at zero; the slow value was no copy in this state.
+    # The learning rate starts at zero; the slow value differs from the value at first.
     assert moved == {"opt", "retnorm", "slowval", "slowval_count"}
     assert metrics["opt/updates"] == 1
 
@@ -149,7 +149,7 @@ def test_the_slow_value_may_move_less_often():
 def test_values_that_are_not_finite_neither_stop_nor_spoil_training():
     state, batch, _ = trained()
     carry = model.init_carry(state.model, BATCH)
-    # A missing observation is no reason to skip the update, a broken reward is.
+    # A missing observation does not skip the update, but a broken reward does.
     odd = {**batch, "vector": batch["vector"].at[0, 3, 0].set(jnp.nan)}
     _, _, _, metrics = train_step()(state, carry, odd, KEY)
     assert metrics["opt/nonfinite"] == 0
@@ -164,8 +164,8 @@ def test_values_that_are_not_finite_neither_stop_nor_spoil_training():
 
 def test_an_infinite_loss_with_finite_gradients_skips_the_update():
     state, batch, _ = trained()
-    # Each step of another class has a loss just below the largest number, and their
-    # sum is beyond it. Gradients of logits are differences of probabilities.
+    # Each step with another class than 0 has a loss slightly below the largest float,
+    # so that their sum overflows. Gradients of logits are differences of probabilities.
     name = "dec/vec/token/logits/bias"
     sure = np.array([3e38, 0, 0, 0], np.float32)
     assert np.sum(np.asarray(batch["token"])[:, CONTEXT:] != 0) > 1
@@ -182,12 +182,12 @@ def test_the_carry_comes_from_the_replay_where_a_sequence_begins():
     state, batch, _ = trained()
     carry = model.init_carry(state.model, BATCH)
     carry["deter"] += 1
-    opened, _, data = open_batch(state, carry, batch)
+    opened, _, data = split_context(state, carry, batch)
     last = {key: batch[f"dyn/{key}"][:, CONTEXT - 1] for key in ("deter", "stoch")}
     np.testing.assert_array_equal(opened["deter"], last["deter"])
     np.testing.assert_array_equal(np.argmax(opened["stoch"], -1), last["stoch"])
     assert data["is_first"].shape == (BATCH, LENGTH)
-    # The start that replay forces is part of the context.
+    # The `is_first` that the replay sets lies within the context.
     assert not np.any(data["is_first"])
 
 
@@ -196,7 +196,7 @@ def test_the_carry_goes_on_in_later_chunks():
     carry = model.init_carry(state.model, BATCH)
     carry["deter"] += 1
     later = {**batch, "consec": batch["consec"].at[1].set(1)}
-    opened, _, _ = open_batch(state, carry, later)
+    opened, _, _ = split_context(state, carry, later)
     np.testing.assert_array_equal(opened["deter"][0], batch["dyn/deter"][0, -1])
     np.testing.assert_array_equal(opened["deter"][1], carry["deter"][1])
 
@@ -205,17 +205,17 @@ def test_one_hot_latents_are_read_like_indices():
     state, batch, _ = trained()
     carry = model.init_carry(state.model, BATCH)
     onehot = {**batch, "dyn/stoch": jax.nn.one_hot(batch["dyn/stoch"], 4)}
-    first, second = (open_batch(state, carry, data)[0] for data in (batch, onehot))
+    first, second = (split_context(state, carry, data)[0] for data in (batch, onehot))
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
 def test_previous_actions_come_from_the_last_context_step_on():
     state, batch, _ = trained()
     carry = model.init_carry(state.model, BATCH)
-    _, action, _ = open_batch(state, carry, batch)
+    _, action, _ = split_context(state, carry, batch)
     np.testing.assert_array_equal(action[..., :2], batch["force"][:, CONTEXT - 1 : -1])
     later = {**batch, "consec": batch["consec"] + 1}
-    _, same, _ = open_batch(state, carry, later)
+    _, same, _ = split_context(state, carry, later)
     np.testing.assert_array_equal(action, same)
 
 
@@ -224,7 +224,7 @@ def test_without_context_the_carry_holds_the_previous_action():
     batch = make_batch(context=0)
     carry = model.init_carry(state.model, BATCH)
     carry["action"]["force"] += 7
-    latent, action, data = open_batch(state, carry, batch)
+    latent, action, data = split_context(state, carry, batch)
     np.testing.assert_array_equal(action[:, 0, :2], 7)
     np.testing.assert_array_equal(action[:, 1:, :2], batch["force"][:, :-1])
     np.testing.assert_array_equal(latent["deter"], carry["deter"])
@@ -241,7 +241,7 @@ def test_missing_actions_are_zeros():
         "force": batch["force"].at[:, CONTEXT, 0].set(-jnp.inf),
         "move": batch["move"].at[:, CONTEXT].set(-1),
     }
-    _, action, _ = open_batch(state, carry, broken)
+    _, action, _ = split_context(state, carry, broken)
     np.testing.assert_array_equal(action[:, 1], 0)
     assert np.all(np.any(action[:, 2], -1))
 
@@ -331,7 +331,7 @@ def test_where_gradients_go_with_the_opposite_settings():
     assert found["policy"] == {*WORLD, "pol"}
     assert found["value"] == {*WORLD, "val"}
     assert found["repval"] == {"val"}
-    # Free nats that are never reached.
+    # The KL never exceeds the free nats.
     assert found["dyn"] == set()
     assert found["rep"] == set()
 
@@ -413,7 +413,7 @@ def test_reports_leave_the_normalisers_alone():
     def norms(batch):
         return terms(state, carry, batch, training_=False)[1][3]
 
-    # Nothing of the batch reaches the states: they are outputs as they came in.
+    # No operation computes the states: they are returned as they came in.
     jaxpr = jax.make_jaxpr(norms)(make_batch()).jaxpr
     made = {id(out) for equation in jaxpr.eqns for out in equation.outvars}
     assert not any(id(out) in made for out in jaxpr.outvars)

@@ -1,4 +1,4 @@
-"""Arrays lie on the devices that the settings name, and results do not depend on it."""
+"""Arrays lie on the configured devices, and results do not depend on these."""
 
 import json
 
@@ -73,9 +73,9 @@ def test_batches_are_split_over_data_and_fsdp():
 
 @pytest.mark.parametrize("indices", [(), (0, 0), (5,), (-1,)])
 def test_devices_that_are_not_there_are_an_error(indices):
-    with pytest.raises(ValueError, match=r"jax\.policy_devices: expected different"):
+    with pytest.raises(ValueError, match=r"jax\.policy_devices: expected distinct"):
         devices.policy_layout(indices, "-1,1,1")
-    with pytest.raises(ValueError, match=r"jax\.train_devices: expected different"):
+    with pytest.raises(ValueError, match=r"jax\.train_devices: expected distinct"):
         make_agent(train_devices=indices)
 
 
@@ -90,7 +90,7 @@ toy_testing.print_results(**options)
 
 
 def parse(output: str) -> list[dict]:
-    # Other lines are those of libraries.
+    # Other lines come from libraries.
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 

@@ -176,7 +176,7 @@ def test_events_of_several_variables_sum():
 
 @pytest.mark.parametrize("unimix", [0.0, 0.01, 0.5])
 def test_categorical_entropy_stays_within_its_bounds(unimix):
-    # One that is sure, and one that is even.
+    # A distribution with one certain class, and a uniform one.
     logits = np.array([[[100, 0, 0]] * 2, [[0, 0, 0]] * 2], np.float32)
     dist = compute(lambda x: Categorical.of(x, unimix, event=1), logits)
     low, high = dist.entropy_bounds()

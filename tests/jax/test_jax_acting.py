@@ -88,7 +88,7 @@ def test_an_agent_without_policy_says_so():
 
 
 class Version:
-    """An array of parameters whose update ends when the test says so."""
+    """Stands in for an array of parameters that is ready when the test says so."""
 
     def __init__(self, ready: bool = False):
         self.ready = ready
@@ -201,9 +201,9 @@ def test_a_few_sizes_are_compiled_before_the_first_step(caplog):
 @pytest.mark.parametrize("slots", [[], [0, 0], [TABLE_SLOTS], [-1]])
 def test_slots_that_are_not_there_are_named(table_agent, slots):
     table_agent.init_table(TABLE_SLOTS)
-    with pytest.raises(ValueError, match="different slots of the table of 5, got"):
+    with pytest.raises(ValueError, match="distinct slots below 5, the size of"):
         table_agent.policy_table(slots, make_obs(len(slots)))
-    with pytest.raises(ValueError, match="different slots"):
+    with pytest.raises(ValueError, match="distinct slots"):
         table_agent.reset_slots(slots)
 
 

@@ -1,4 +1,4 @@
-"""Streams and checkpoints of an agent: where they go on, and what is loaded."""
+"""Streams and checkpoints of an agent: where they continue, and what is loaded."""
 
 import logging
 
@@ -112,7 +112,7 @@ def test_training_and_actions_continue_as_if_nothing_had_happened():
     train(one, *[make_batch(index) for index in range(3)])
     one.policy(one.init_policy(2), make_obs(2))
     two.load(one.save())
-    # The seeds of the agents differ, so that both get that of the batch.
+    # The agents' seeds differ, so the batch brings one for both.
     batch = {**make_batch(3), "seed": np.array([1, 2], np.uint32)}
     for agent in (one, two):
         train(agent, batch)
@@ -163,7 +163,7 @@ def test_other_shapes_are_an_error_that_names_them(regex):
     data["params"]["net/kernel"] = np.zeros((2, 3), np.float32)
     with pytest.raises(ValueError, match=r"net/kernel \(expected \(64, 64\), got") as e:
         agent.load(data, regex)
-    # A run that continues has no regex to choose.
+    # A run that continues has no regex to change.
     assert ("run.from_checkpoint_regex" in str(e.value)) == (regex is not None)
     np.testing.assert_array_equal(kernel(agent), before)
     agent.load(data, "net/age|opt/")

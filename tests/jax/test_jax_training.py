@@ -1,4 +1,4 @@
-"""Updates of an agent: what is returned when, and what is not finite."""
+"""Updates of an agent: when results are returned, and values that are not finite."""
 
 import logging
 

@@ -11,10 +11,12 @@ from embodied.jax.nets import (
     Norm,
     Recipe,
     activate,
+    block_matmul,
     draw,
     rms_silu,
     symexp,
     symlog,
+    wide_matmul,
 )
 from embodied.jax.param_names import cast_matrices, flat_params, with_flat_params
 
@@ -53,6 +55,22 @@ def test_blocks_of_the_input_meet_their_own_block_of_the_kernel():
 def test_blocks_must_divide_the_sizes():
     with pytest.raises(ValueError, match=r"net/b expected .* divides .* got 4"):
         builder().block("b", 6, 4, 4)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (2, 3, 2)], ids=["dense", "blocks"])
+def test_wide_products_are_not_rounded_and_their_gradients_are(shape):
+    x = normal(5, 6).astype(jnp.bfloat16)
+    kernel = normal(*shape, seed=1).astype(jnp.bfloat16)
+    plain = jnp.matmul if kernel.ndim == 2 else block_matmul
+    wide, pull = jax.vjp(wide_matmul, x, kernel)
+    exact = plain(x.astype(jnp.float32), kernel.astype(jnp.float32))
+    assert wide.dtype == jnp.float32
+    np.testing.assert_allclose(wide, exact, rtol=1e-6, atol=1e-6)
+    gradient = normal(*wide.shape, seed=2)
+    expected = jax.vjp(plain, x, kernel)[1](gradient.astype(jnp.bfloat16))
+    for one, other in zip(pull(gradient), expected, strict=True):
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(one, other)
 
 
 def test_convolution_equals_a_loop():
@@ -168,10 +186,10 @@ def test_symlog_and_symexp_are_inverse_and_odd():
 @pytest.mark.parametrize("distribution", ["trunc_normal", "normal", "uniform"])
 @pytest.mark.parametrize(("fan", "count"), [("in", 900), ("out", 400), ("avg", 650)])
 def test_weights_have_the_variance_of_their_fan(distribution, fan, count):
-    # As for a block kernel: fans count all blocks.
+    # The shape of a block kernel, whose fans count all blocks.
     recipe = Recipe((2, 450, 200), distribution, fan, 2.0)
     weights = draw(jax.random.key(0), {"c": recipe})["c"]
-    # The uniform distribution has the scale as its bound, not as its deviation.
+    # For the uniform distribution, the scale is the bound, not the deviation.
     scale = np.sqrt(1 / 3) if distribution == "uniform" else 1.0
     np.testing.assert_allclose(weights.std(), scale * 2 / np.sqrt(count), rtol=0.02)
     np.testing.assert_allclose(weights.mean(), 0, atol=1e-3)

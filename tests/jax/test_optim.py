@@ -31,7 +31,7 @@ def test_updates_equal_golden():
 
 
 def slow_updates(optimizer, params, gradients):
-    """The optimiser as it is written down, one number at a time where it matters."""
+    """The optimiser in NumPy and float64, one tensor at a time."""
     square = {key: np.zeros(x.shape) for key, x in params.items()}
     mean = {key: np.zeros(x.shape) for key, x in params.items()}
     params = {key: np.asarray(x, np.float64) for key, x in params.items()}
@@ -95,7 +95,7 @@ def test_clipping_bounds_the_norm_relative_to_the_weights():
     clipped = clip_adaptively(grads, tensor_norms(grads), tensor_norms(weights), 0.3)
     np.testing.assert_allclose(clipped["a"], [[0.9, 1.2]], 1e-6)
     np.testing.assert_array_equal(clipped["b"], grads["b"])
-    # Weights of zero may still move.
+    # Weights that are zero may still move.
     np.testing.assert_allclose(jnp.linalg.norm(clipped["new"]), 0.3e-3, rtol=1e-5)
 
 

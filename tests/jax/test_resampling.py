@@ -1,4 +1,4 @@
-"""Convolutions on the smaller map equal the plain way."""
+"""Convolutions that work on the smaller map equal the plain implementation."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_gradients_of_biases_are_summed_in_float32(layer):
     x = jnp.asarray(rng.normal(size=(8, 16, 16, 2)), jnp.bfloat16)
     kernel, bias = jnp.ones((3, 3, 2, 4)), jnp.zeros(4)
     y, pull = jax.vjp(lambda bias: layer(kernel, bias, x), bias)
-    # Many numbers of which little is left.
+    # Many numbers that mostly cancel in the sum.
     gradient = jnp.asarray(rng.normal(0.01, 1, size=y.shape), y.dtype)
     expected = np.asarray(gradient, np.float64).reshape((-1, 4)).sum(0)
     result = compute(pull, gradient)[0]

@@ -1,4 +1,4 @@
-"""JAX is prepared as the settings say, or there is an error that says why not."""
+"""JAX is set up as the settings say, or an error says why not."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def test_the_cpu_gets_no_flags_of_the_gpu():
 
 
 def test_the_compiler_knows_all_flags():
-    # It ends the process at a flag that it does not know.
+    # The compiler ends the process if it does not know a flag.
     code = """
 import os
 from embodied.jax.setup import add_xla_flags, xla_flags
@@ -105,7 +105,7 @@ print(json.dumps({
 
 
 def prepare(options, **environ):
-    environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # Not that of the tests.
+    environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # Not the cache of the tests.
     return json.loads(run_program(PREPARE, json.dumps(options), **environ))
 
 
@@ -153,7 +153,7 @@ for options in (
     first, second, third = lines.splitlines()
     assert "SetupError jax.expect_devices: expected 4, got 1 cpu devices" in first
     assert "expected 2 for each of 1 hosts, got 1 cpu" in second
-    assert "already in use" in second
+    assert "initialised in this process before" in second
     assert "jax.coordinator_address: expected HOST:PORT" in third
 
 
@@ -201,7 +201,7 @@ print(json.dumps({'heard': heard, 'begin': begin, 'end': time.monotonic()}))
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """What two hosts have printed that meet, hear a signal, and compile."""
+    """The output of two hosts that connect, receive a signal, and compile."""
     folder = tmp_path_factory.mktemp("hosts")
     environ = {"XDG_CACHE_HOME": str(folder), "JAX_PLATFORMS": "cpu"}
     address = f"localhost:{free_port()}"

@@ -1,4 +1,4 @@
-"""An algorithm that compiles at once, for tests of what runs it."""
+"""A toy algorithm that compiles quickly, for tests of the agent that runs it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from embodied.jax.algorithm import Algorithm
 
 # Options that save most of the compiler's time on the CPU.
 QUICK: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):  # Later versions may not know it, which they refuse.
+if jax.__version_info__ < (0, 11):  # Later versions may refuse it as unknown.
     QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
 def compute(function, *inputs):
-    """The result as NumPy's arrays, of one program instead of one for every step."""
+    """Returns NumPy arrays, compiling one program instead of one per operation."""
     compiled = jax.jit(lambda *args: function(*args), compiler_options=QUICK)
     return jax.device_get(compiled(*inputs))
 
 
-INPUTS, UNITS = 64, 64  # As many weights as it takes to split them.
+INPUTS, UNITS = 64, 64  # Enough weights to be split across devices.
 
 OBSERVATIONS = {"vector": Space(np.float32, INPUTS), "is_first": Space(bool)}
 KEYS = ("vector", "target", "reward", "stepid")
@@ -48,7 +48,7 @@ def loss(net, batch, noise):
 
 
 def train(state, carry, batch, seed, gather):
-    """Gradient descent; `age` is the number of the update, in every element."""
+    """Gradient descent; every element of `age` is the number of updates."""
     net, opt = state["net"], state["opt"]
     shape = (*batch["vector"].shape[:2], UNITS)
     noise = 0.1 * jax.random.normal(jax.random.wrap_key_data(seed), shape)
@@ -78,7 +78,7 @@ def report(state, carry, batch, seed):
 
 
 def policy(params, carry, obs, seed, mode):
-    """Adds up products; in mode `train` with noise. Returns what it has seen."""
+    """Sums products, with noise in mode `train`; the outputs hold the observation."""
     before = jnp.where(obs["is_first"][:, None], 0, carry["total"])
     seen = jnp.where(jnp.isfinite(obs["vector"]), obs["vector"], 0)
     total = before + seen @ params["kernel"]
@@ -131,7 +131,7 @@ def kernel(agent: JaxAgent) -> np.ndarray:
 
 
 def train(agent: JaxAgent, *batches: dict[str, np.ndarray]) -> tuple[dict, dict]:
-    """Trains on batches; returns what the last call does."""
+    """Trains on batches; returns outputs and metrics of the last call."""
     carry = agent.init_train(len(batches[0]["reward"]))
     for batch in batches:
         carry, outputs, metrics = agent.train(carry, batch)
@@ -161,7 +161,7 @@ def print_results(rows: int, agents: list[dict]) -> None:
 
 
 def result_of(rows: int, options: dict) -> dict:
-    """Trains an agent with the given options; says what it does, and on what."""
+    """Trains an agent with the given options; returns its results and devices."""
     agent = make_agent(**options)
     result = train_rounds(agent, 4, rows)
     obs = make_obs(3, first=True)
