@@ -20,7 +20,7 @@ class TaskError(Exception):
 
 
 class Agent:
-    """A policy and the training of it.
+    """A policy together with its training.
 
     Collecting:
 
@@ -39,8 +39,8 @@ class Agent:
             replay.update(outputs['replay'])
 
     Reporting is the same with `init_report` and `report`. All methods may be called
-    from several threads; `policy` never waits for `train`. If there is an attribute
-    `obs_space`, actors refuse observations that do not fit it.
+    from several threads; `policy` never waits for `train`. If the agent has an
+    attribute `obs_space`, actors reject observations that do not match it.
     """
 
     def __init__(self, obs_space: Spaces, act_space: Spaces, config: Any = None):
@@ -86,7 +86,7 @@ class Agent:
         raise NotImplementedError(f"{type(self).__name__}.train")
 
     def flush(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Waits for updates, and returns outputs and metrics that `train` still owes.
+        """Waits for pending updates; returns outputs and metrics still outstanding.
 
         For agents whose `train` returns before the update is done.
         """
@@ -107,7 +107,7 @@ class Agent:
         raise NotImplementedError(f"{type(self).__name__}.save")
 
     def load(self, data: Tree, regex: str | None = None) -> None:
-        """Restores a saved state; with `regex` only the names that it matches."""
+        """Restores a saved state, or with `regex` only entries whose names match."""
         raise NotImplementedError(f"{type(self).__name__}.load")
 
 
@@ -127,12 +127,12 @@ class Env:
 
     @property
     def obs_space(self) -> Spaces:
-        """Spaces by key, with reward, is_first, is_last, is_terminal."""
+        """Spaces by key, including reward, is_first, is_last and is_terminal."""
         raise NotImplementedError(f"{type(self).__name__}.obs_space")
 
     @property
     def act_space(self) -> Spaces:
-        """Spaces by key, with `reset`."""
+        """Spaces by key, including `reset`."""
         raise NotImplementedError(f"{type(self).__name__}.act_space")
 
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
@@ -151,18 +151,18 @@ class BatchEnv:
           actions = policy(obs)                          # {key: [n, ...]}
           obs = envs.step({'reset': obs['is_last'], **actions})
 
-    What holds for an `Env` holds for each of them, but that all begin a new episode
-    where one is to be reset that has not ended.
+    Each environment behaves like an `Env`, with one exception: resetting one whose
+    episode has not ended starts new episodes in all of them.
     """
 
     @property
     def obs_space(self) -> Spaces:
-        """Spaces of one environment by key."""
+        """Observation spaces of one environment by key."""
         raise NotImplementedError(f"{type(self).__name__}.obs_space")
 
     @property
     def act_space(self) -> Spaces:
-        """Spaces of one environment by key, with `reset`."""
+        """Action spaces of one environment by key, including `reset`."""
         raise NotImplementedError(f"{type(self).__name__}.act_space")
 
     def __len__(self) -> int:
@@ -170,7 +170,7 @@ class BatchEnv:
         raise NotImplementedError(f"{type(self).__name__}.__len__")
 
     def step(self, actions: dict[str, Array]) -> dict[str, Array]:
-        """Takes one step of all, from and to arrays [n, ...] by key."""
+        """Steps all environments; actions and observations are [n, ...] by key."""
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def close(self) -> None:
@@ -180,11 +180,13 @@ class BatchEnv:
 class Stream:
     """An iterator that can be saved and restored.
 
-    stream = iter(make_stream(replay, 'train'))
-    batch = next(stream)
-    data = stream.save()
-    ...
-    stream.load(data)    # Goes on with the batch after it.
+    Loading a saved position continues with the item after it:
+
+        stream = iter(make_stream(replay, 'train'))
+        batch = next(stream)
+        data = stream.save()
+        ...
+        stream.load(data)    # `next` returns what follows `batch`.
     """
 
     def __iter__(self) -> Stream:
@@ -198,7 +200,7 @@ class Stream:
         raise NotImplementedError(f"{type(self).__name__}.save")
 
     def load(self, data: Tree) -> None:
-        """Goes to the position that `save` returned."""
+        """Moves to a position that `save` returned."""
         raise NotImplementedError(f"{type(self).__name__}.load")
 
     def close(self) -> None:

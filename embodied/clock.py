@@ -8,7 +8,7 @@ from typing import Any
 
 
 class LocalClock:
-    """Answers whether an interval has passed since it last said so.
+    """Tells at each call whether an interval has passed since it last returned True.
 
         should_log = LocalClock(120)
         while True:
@@ -16,13 +16,13 @@ class LocalClock:
           if should_log():
             logger.write()
 
-    A late call counts as one interval, and the next one begins there. A clock
-    belongs to the thread that calls it.
+    A late call ends one interval only, and the next interval starts at that call. A
+    clock belongs to the thread that calls it.
 
     Args:
       every: seconds; 0 means never, a negative number at every call.
-      first: what the first call answers, which starts the clock, if `every` is a
-        number of seconds.
+      first: result of the first call, which starts the clock. Ignored unless `every`
+        is positive.
       time: returns seconds that never go backwards.
     """
 
@@ -55,7 +55,7 @@ class LocalClock:
     def due(self) -> bool:
         """Returns whether a call would start an interval, without doing so.
 
-        Clocks without a number of seconds have none, and are never due.
+        Clocks whose `every` is not positive have no intervals and are never due.
         """
         if self._every <= 0:
             return False
@@ -63,24 +63,24 @@ class LocalClock:
 
 
 class GlobalClock:
-    """A clock whose every call gives all replicas of a run the same answer.
+    """A clock that gives all replicas of a run the same answer at every call.
 
         with ClockServer('host:1234', replicas=2):     # In one replica.
           ...
         client = rpc.Client('host:1234')               # In every replica.
         should_save = GlobalClock(900, client=client, name='save')
 
-    Replicas must call it equally often. The answer to the next call is asked for
-    ahead of time, so that a call does not wait for the network; it is then as old as
-    the time between two calls. A clock belongs to the thread that calls it.
+    Replicas must call it equally often. Each call requests the answer to the next
+    one ahead of time, so that it does not wait for the network; an answer is then as
+    old as the time between two calls. A clock belongs to the thread that calls it.
 
     Args:
       every: as in LocalClock.
       first: as in LocalClock.
-      client: connection to the ClockServer; without one, there is one replica and
-        this is a LocalClock.
-      name: tells the clocks of one replica apart.
-      timeout: seconds after which a server that does not answer is an error.
+      client: connection to the ClockServer; None if there is only one replica, where
+        this behaves as a LocalClock.
+      name: identifies the clock among those of a replica.
+      timeout: seconds to wait for an answer of the server before raising an error.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class GlobalClock:
     ):
         self._local = LocalClock(every, first)
         self._arguments = (name, float(every), bool(first))
-        # Clocks without an interval need nobody to agree with.
+        # Without an interval, answers are constant and replicas agree on them anyway.
         self._client: Any = client if every > 0 else None
         self._timeout = timeout
         self._calls = 0
@@ -116,17 +116,17 @@ class GlobalClock:
 class ClockServer:
     """Answers the GlobalClocks of all replicas; runs in one of them.
 
-    The first replica to ask for a call decides by the time it asks; the decision is
-    kept until all have asked. A context manager.
+    The time at which the first replica asks about a call decides its answer, which is
+    kept until all replicas have asked. A context manager.
 
     Args:
       addr: where to listen, as for rpc.Server.
-      replicas: how many ask.
+      replicas: number of replicas.
       time: returns seconds that never go backwards.
       **kwargs: passed to rpc.Server, such as `keys`.
     """
 
-    MAX_BEHIND = 100_000  # Calls that one replica may be ahead of another.
+    MAX_OPEN_DECISIONS = 100_000  # Decisions that may wait for a slower replica.
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class ClockServer:
         self._clocks: dict[str, LocalClock] = {}
         self._decisions: dict[tuple[str, int], tuple[bool, int]] = {}
         self._server = Server(addr, "ClockServer", **kwargs)
-        # One worker, which alone uses the tables.
+        # The server has a single worker, so the tables need no lock.
         self._server.bind("decide", self._decide)
 
     def __enter__(self) -> ClockServer:
@@ -160,11 +160,11 @@ class ClockServer:
         if answer is None:
             if name not in self._clocks:
                 self._clocks[name] = LocalClock(every, first, self._time)
-            if len(self._decisions) >= self.MAX_BEHIND:
+            if len(self._decisions) >= self.MAX_OPEN_DECISIONS:
                 raise RuntimeError(
-                    f"A replica is {self.MAX_BEHIND} calls behind the others of "
-                    f"{self._replicas}: it has stopped, or calls clock '{name}' less "
-                    "often than they do."
+                    f"A replica is {self.MAX_OPEN_DECISIONS} calls behind the others "
+                    f"of {self._replicas}: it has stopped, or calls clock '{name}' "
+                    "less often than they do."
                 )
             answer = self._clocks[name]()
         if asked + 1 < self._replicas:

@@ -22,7 +22,7 @@ from embodied.workers import Process, WorkerError, stop
 from embodied.workers.child import TERMINATED
 
 CLOSE_SECONDS = 10.0  # For all environments together to close by themselves.
-DEATH_SECONDS = 10.0  # For a process whose connection has closed to be over.
+DEATH_SECONDS = 10.0  # For a process to end after its connection has closed.
 
 MakeEnv = Callable[[], Env]
 Policy = Callable[..., tuple[Tree, dict[str, Array], dict[str, Array]]]
@@ -30,14 +30,14 @@ Callback = Callable[..., Any]
 
 
 class EnvError(RuntimeError):
-    """An environment failed, died, hung, or does not keep to the interface.
+    """An environment failed, died, hung, or violates the interface.
 
     Attributes:
       index: the environment's position in the list given to the driver.
-      reason: description of the failure, a phrase that continues its name.
-      traceback: of the failure, as text; empty if it is not known, or if the error
-        has a cause.
-      kind: name of its exception's type, without the module; empty without one.
+      reason: description of the failure, a phrase that follows 'Env INDEX'.
+      traceback: traceback of the failure as text; empty if it is unknown, or if this
+        error has a `__cause__`.
+      kind: type name of the exception, without the module; empty without an exception.
     """
 
     def __init__(self, index: int, reason: str, traceback: str = "", kind: str = ""):
@@ -53,15 +53,15 @@ class EnvError(RuntimeError):
 
 
 class EnvExit(RuntimeError):
-    """An environment wanted to end the process that it runs in."""
+    """An environment tried to exit the process that it runs in."""
 
 
 @contextlib.contextmanager
 def no_exit() -> Iterator[None]:
-    """Makes `sys.exit` of an environment an error, since it would end silently.
+    """Turns `sys.exit` of an environment, which would end it silently, into an error.
 
     Raises:
-      EnvExit: it was called, and not by the handler of SIGTERM.
+      EnvExit: the body called `sys.exit`, other than from the handler of SIGTERM.
     """
     try:
         yield
@@ -69,13 +69,13 @@ def no_exit() -> Iterator[None]:
         if error.code == TERMINATED:
             raise
         exit = EnvExit(f"it called sys.exit({error.code!r}). Raise an error instead.")
-        # With the place of that call as its own.
+        # Keep the traceback of the `sys.exit` call.
         raise exit.with_traceback(error.__traceback__) from None
 
 
 @contextlib.contextmanager
 def env_errors(index: int, *passed: type[Exception]) -> Iterator[None]:
-    """Makes errors of environment `index` an EnvError, but for the types `passed`."""
+    """Turns errors of environment `index` into EnvErrors, except types `passed`."""
     try:
         with no_exit():
             yield
@@ -88,7 +88,7 @@ def env_errors(index: int, *passed: type[Exception]) -> Iterator[None]:
 
 
 class Driver:
-    """Steps environments, asks the policy for actions, hands out the transitions.
+    """Steps environments with a policy and passes the transitions to callbacks.
 
         with Driver([make_env] * 4) as driver:
           driver.on_step(lambda transition, worker: replay.add(transition, worker))
@@ -98,18 +98,18 @@ class Driver:
 
     A transition holds one environment's observation, with its `log/` keys, and the
     action and outputs that the policy gave for it. The policy sees observations of
-    all environments stacked, without `log/` keys. A driver belongs to one thread.
-    After an error of an environment it is closed; after one of the policy or of a
-    callback, `reset` starts anew.
+    all environments stacked, without `log/` keys. A driver belongs to one thread. An
+    error of an environment closes the driver; after an error of the policy or of a
+    callback, `reset` starts new episodes.
 
-    Values are checked by the environment's own `wrappers.CheckSpaces`. For one that
-    has none, the driver compares keys and shapes of its first observation with its
-    spaces, and of those that it cannot stack.
+    Values are checked by an environment's own `wrappers.CheckSpaces`, if it has one.
+    The driver compares only keys and shapes with the spaces: of the first observations,
+    and of observations that it cannot stack.
 
     Args:
       make_env_fns: functions without arguments, one per environment. The
         environments must have equal spaces.
-      parallel: whether each environment runs in a process; else in this one.
+      parallel: whether each environment runs in a process of its own.
       timeout: seconds that an environment in a process may take to be made or to
         step before it counts as hung.
       **kwargs: further arguments for the policy and the callbacks.
@@ -158,7 +158,7 @@ class Driver:
         self._actions["reset"] = np.ones(len(self), bool)
 
     def on_step(self, callback: Callback) -> None:
-        """Has `callback(transition, worker, **kwargs)` called for every env step."""
+        """Adds `callback(transition, worker, **kwargs)`, called for every env step."""
         self._callbacks.append(callback)
 
     def __call__(self, policy: Policy, steps: int = 0, episodes: int = 0) -> None:
@@ -201,7 +201,7 @@ class Driver:
         self.close()
 
     def _step(self, policy: Policy) -> int:
-        """Makes one step of all environments; returns how many episodes it ended."""
+        """Steps all environments once; returns the number of episodes that ended."""
         observations, obs = self._exchange()
         self._carry, actions, outputs = policy(self._carry, dict(obs), **self._kwargs)
         actions = {key: np.asarray(value) for key, value in actions.items()}
@@ -220,16 +220,17 @@ class Driver:
         return int(obs["is_last"].sum())
 
     def _exchange(self) -> tuple[list[dict[str, Array]], dict[str, Array]]:
-        """Steps all environments; returns observations, and those for the policy."""
+        """Steps all environments; returns their observations, and the policy batch."""
         if self._closed:
-            raise RuntimeError("The driver is closed. Make a new one to go on.")
+            raise RuntimeError("The driver is closed. Create a new one to continue.")
         try:
             for index, env in enumerate(self._envs):
                 env.send({key: value[index] for key, value in self._actions.items()})
             observations = [env.receive() for env in self._envs]
             return observations, self._stack(observations)
         except BaseException:
-            # Outstanding answers of others would pass for their next ones.
+            # Answers of other environments may still arrive, and would be taken for
+            # those to the next actions.
             self._close_after_error()
             raise
 
@@ -245,7 +246,7 @@ class Driver:
                 if not key.startswith("log/")
             }
         except (KeyError, TypeError, ValueError):
-            self._check_structure(observations)  # Names the environment.
+            self._check_structure(observations)  # Its error names the environment.
             raise
 
     def _close_after_error(self) -> None:
@@ -303,7 +304,7 @@ class Driver:
             )
         if shared := sorted(outputs.keys() & (obs.keys() | actions.keys())):
             raise ValueError(
-                "The driver expected policy outputs under names of their own, got "
+                "The driver expected policy outputs with other names, got "
                 f"{shared}, which are observations or actions. Rename them."
             )
         for key, value in (*actions.items(), *outputs.items()):
@@ -317,7 +318,7 @@ class Driver:
 
 
 class _LocalEnv:
-    """An environment in this process, under the interface of `_ProcessEnv`."""
+    """An environment in this process, with the interface of `_ProcessEnv`."""
 
     def __init__(self, index: int, make_env: MakeEnv):
         self._index = index
@@ -337,7 +338,7 @@ class _LocalEnv:
         return self._guard(self._env.step, self._action)
 
     def ask_to_close(self) -> None:
-        """Does nothing: in this process, nothing closes by itself."""
+        """Does nothing, since `close` closes environments in this process."""
 
     def wait_for_close(self, timeout: float) -> None:
         """Does nothing, for the same reason."""
@@ -354,8 +355,8 @@ class _LocalEnv:
 class _ProcessEnv:
     """An environment in a child process, which answers one message at a time.
 
-    The first answer are the spaces. `None` asks the process to close the environment
-    and to end.
+    The first answer holds the spaces. The message `None` asks the process to close the
+    environment and to end.
     """
 
     def __init__(self, index: int, make_env: MakeEnv, timeout: float):
@@ -367,10 +368,15 @@ class _ProcessEnv:
         with ours, theirs:
             fd = theirs.fileno()
             self.process = Process(
-                _serve, make_env, fd, name=f"env-{index}", start=True, fds=[fd]
+                *(_serve, make_env, fd),
+                name=f"env-{index}",
+                start=True,
+                fds=[fd],
+                shielded=True,
             )
-            # By the kernel, so that a process that hangs in the middle of a message
-            # is noticed too; then `recv` and `send` raise BlockingIOError.
+            # The kernel enforces the timeout, so that a process that hangs in the
+            # middle of a message is noticed too: `recv` and `send` then raise
+            # BlockingIOError.
             limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -398,20 +404,20 @@ class _ProcessEnv:
         return answer
 
     def ask_to_close(self) -> None:
-        """Asks the process to end, unless it is in the middle of something."""
+        """Asks the process to end, unless an answer is still outstanding."""
         if not self._waiting:
-            # Suppressed: the process has ended, and `close` says how.
+            # Suppressed: the process has ended, and `close` reports why.
             with contextlib.suppress(EnvError):
                 self.send(None)
                 self._asked = True
 
     def wait_for_close(self, timeout: float) -> None:
-        """Waits for the process's end if it was asked to end."""
+        """Waits for the process to end, if it was asked to."""
         if self._asked:
             self.process.join(timeout)
 
     def close(self) -> None:
-        """Frees the connection; raises if the process had failed."""
+        """Frees the connection; raises if the process failed."""
         self._connection.close()
         if error := self.process.error:
             raise _env_error(self._index, error)
@@ -423,7 +429,7 @@ class _ProcessEnv:
                 f"did not answer within {self._timeout:g} s and counts as hung. Pass "
                 "the driver a longer timeout if it may take so long.",
             )
-        # The connection has closed, which comes shortly before the process's end.
+        # The connection closes shortly before the process ends.
         self.process.join(DEATH_SECONDS)
         if cause := self.process.error:
             return _env_error(self._index, cause)

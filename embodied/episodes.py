@@ -24,38 +24,38 @@ class Episodes:
         logger.add(episodes.result())     # {'epstats/…': …, 'parallel/ep_ends': …}
 
     An episode runs from a transition with `is_first` to one with `is_last`, both
-    included; only whole ones are reported. Per finished episode:
+    included; only complete episodes are reported. Per finished episode:
 
     - `episode/score`: sum of its rewards.
     - `episode/length`: number of actions taken, which is one less than its
       transitions. These are agent steps: with action repeat, an action counts once.
 
-    By `result`, averaged over the episodes finished since its last call:
+    From `result`, averaged over the episodes finished since its last call:
 
     - `epstats/reward_rate`: share of the actions after which the reward differed from
       the one before by 0.01 or more.
     - `epstats/log/KEY/{avg,max,sum}`: of scalar `log/KEY` over the transitions.
       Other shapes are ignored.
-    - `epstats/policy_KEY`: the last finished video [T, H, W, C] of an image key, of
-      one recorded env: the first that starts an episode with images. Another takes
-      its place when it stays away for longer than the timeout.
+    - `epstats/policy_KEY`: the last finished video [T, H, W, C] of an image key, from
+      one recorded env: the first to start an episode with images. Another env
+      replaces it once it makes no step for longer than the timeout.
     - `parallel/ep_{starts,ends,abandoned}`: counts since the last call, and
       `parallel/ep_states`: episodes open now; training and evaluation together.
 
-    Evaluation is kept apart: `eval_episode/…` and `eval_epstats/…`. The same env id
-    may occur in both.
+    Evaluation is reported separately, as `eval_episode/…` and `eval_epstats/…`. The
+    same env id may occur in both training and evaluation.
 
     An episode is abandoned when its env starts another one or makes no step within
-    the timeout; an env that is reset twice in a row has abandoned nothing. Steps of an
-    episode whose start was not seen, or which was abandoned, are ignored until the
-    env's next `is_first`. State is held for open episodes only.
+    the timeout; resetting an env twice in a row abandons nothing. Steps of an episode
+    that was abandoned, or whose start was not seen, are ignored until the env's next
+    `is_first`. State is held for open episodes only.
 
     Not thread-safe: one thread owns it.
 
     Args:
       timeout: seconds without a step after which an episode is abandoned; 0 for none.
-      video_length: the most frames kept of an episode, from its start.
-      video_bytes: the most bytes kept of an episode per image key.
+      video_length: maximum number of frames kept of an episode, from its start.
+      video_bytes: maximum number of bytes kept of an episode per image key.
       clock: returns seconds.
     """
 
@@ -86,18 +86,18 @@ class Episodes:
         is_eval: Any = False,
         images: Mapping[Hashable, Images] | None = None,
     ) -> list[dict[str, float]]:
-        """Adds transitions in their order.
+        """Adds transitions in the order given.
 
         Args:
           transitions: arrays [B, ...] by key: reward, is_first, is_last, and perhaps
             `log/KEY` [B] and images [B, H, W, C] uint8. Other keys are ignored.
           envids: the env of each row.
-          is_eval: bool for all rows, or one for each [B].
-          images: images [H, W, C] uint8 by env and key, where the batch has them for
-            some envs only; these envs have one row each.
+          is_eval: one bool for all rows, or an array [B].
+          images: images [H, W, C] uint8 by env and key, if only some envs have them;
+            each of these envs has one row in the batch.
 
         Returns:
-          Score and length of every episode that was finished.
+          Score and length of every episode that these transitions finished.
         """
         envs = envids.tolist() if isinstance(envids, np.ndarray) else list(envids)
         batch = _check(transitions, envs, images or {})
@@ -151,7 +151,7 @@ class _Mode:
         self._slots: dict[Hashable, int] = {}
         self._free = [0]
         self._columns = _Columns()
-        self._log_keys: dict[str, None] = {}  # As a set that keeps its order.
+        self._log_keys: dict[str, None] = {}  # An ordered set.
         self._counts = collections.Counter[str]()
         self._totals: dict[str, tuple[float, int]] = {}
         self._videos: dict[str, np.ndarray] = {}
@@ -159,7 +159,7 @@ class _Mode:
     def add(
         self, batch: _Batch, rows: np.ndarray, now: float
     ) -> list[dict[str, float]]:
-        """Adds the given rows, each of another env."""
+        """Adds the given rows, each from a different env."""
         envs = [batch.envs[row] for row in rows]
         slots = np.array([self._slots.get(env, -1) for env in envs], np.int64)
         stale = (slots >= 0) & (now - self._columns["seen"][slots] > self._timeout)
@@ -176,7 +176,7 @@ class _Mode:
         return [self._finish(batch.envs[row]) for row in rows[batch.is_last[rows]]]
 
     def expire(self, now: float) -> None:
-        """Abandons episodes without a step within the timeout."""
+        """Abandons episodes that made no step within the timeout."""
         seen = self._columns["seen"]
         for env, slot in list(self._slots.items()):
             if now - seen[slot] > self._timeout:
@@ -207,7 +207,7 @@ class _Mode:
             self._slots[env] = slot
             self._counts["starts"] += 1
         self._columns.clear(slot)
-        # Seen from now on, so that an expiry in this very batch spares it.
+        # Set now, so that an expiry within the same batch does not abandon it.
         self._columns["seen"][slot] = now
         return slot
 
@@ -279,7 +279,7 @@ class _Mode:
 
 
 class _Columns:
-    """Running numbers by name and slot, zero at first."""
+    """Running statistics by name and slot, initially zero."""
 
     def __init__(self) -> None:
         self._size = 1
@@ -303,7 +303,7 @@ class _Columns:
             array[slot] = 0
 
 
-_NOBODY = object()
+_NO_ENV = object()
 
 
 class _Recorder:
@@ -313,23 +313,23 @@ class _Recorder:
         self._max_length = max_length
         self._max_bytes = max_bytes
         self._timeout = timeout
-        self._env: Hashable = _NOBODY
+        self._env: Hashable = _NO_ENV
         self._seen = 0.0
         self._frames: dict[str, list[np.ndarray]] = {}
 
     def wants(self, env: Hashable, first: bool, now: float, chosen: bool) -> bool:
-        """Whether frames of this env should be added.
+        """Returns whether the frames of this step should be added.
 
         Args:
-          env: whose step it is.
-          first: an episode of it begins.
-          now: in seconds.
-          chosen: the sender has frames of this env alone. It may have chosen another
-            one while the recorded env was away.
+          env: the env that made the step.
+          first: whether the step begins an episode.
+          now: time in seconds.
+          chosen: whether the sender picked this env as the only one to send frames
+            of. It may have picked another one while the recorded env was away.
         """
         if env == self._env:
             return True
-        gone = self._env is _NOBODY or now - self._seen > self._timeout
+        gone = self._env is _NO_ENV or now - self._seen > self._timeout
         return first and (gone or chosen)
 
     def add(
@@ -351,10 +351,10 @@ class _Recorder:
     def abandon(self, env: Hashable) -> None:
         """Forgets the env, if it is the recorded one."""
         if env == self._env:
-            self._env, self._frames = _NOBODY, {}
+            self._env, self._frames = _NO_ENV, {}
 
     def finish(self, env: Hashable) -> dict[str, np.ndarray]:
-        """Returns the videos [T, H, W, C], if it is the recorded env."""
+        """Returns the videos [T, H, W, C] if `env` is the recorded one, else none."""
         if env != self._env:
             return {}
         frames, self._frames = self._frames, {}
@@ -366,7 +366,7 @@ def _check(
     envs: list[Hashable],
     some_images: Mapping[Hashable, Images],
 ) -> _Batch:
-    """Returns the keys that matter, or raises if they do not fit together."""
+    """Returns the keys that are used; raises if they do not fit together."""
     required: dict[str, np.ndarray] = {}
     for key in ("reward", "is_first", "is_last"):
         if key not in transitions:
@@ -414,7 +414,7 @@ def _is_image(array: np.ndarray, ndim: int) -> bool:
 
 
 def _without_repeats(envs: list[Hashable], rows: np.ndarray) -> list[np.ndarray]:
-    """Cuts rows where an env comes again, so that each part has an env only once."""
+    """Splits rows before repeated envs, so that no part has an env twice."""
     if len({envs[row] for row in rows}) == len(rows):
         return [rows] if len(rows) else []
     starts: list[int] = []

@@ -21,7 +21,7 @@ class RandomAgent(Agent):
 
     Args:
       obs_space: observation spaces by key.
-      act_space: action spaces by key; `reset` is the driver's, not ours.
+      act_space: action spaces by key; `reset` is left to the driver.
       config: kept for the `config.yaml` of the run; there is nothing to configure.
       seed: the same seed draws the same actions.
     """
@@ -54,7 +54,7 @@ class RandomAgent(Agent):
     def policy(
         self, carry: Tree, obs: dict[str, Array], mode: str = "train"
     ) -> tuple[Tree, dict[str, Array], dict[str, Array]]:
-        """Draws actions [B, ...], in both modes alike."""
+        """Draws actions [B, ...], in the same way in both modes."""
         batch_size = len(obs["is_first"])
         with self._lock:
             if batch_size not in self._batched:
@@ -66,7 +66,7 @@ class RandomAgent(Agent):
     def train(
         self, carry: Tree, batch: dict[str, Array]
     ) -> tuple[Tree, dict[str, Any], dict[str, Array]]:
-        """Measures the batch [B, T, ...] and counts it."""
+        """Returns statistics of the batch [B, T, ...], and counts an update."""
         with self._lock:
             self._updates += 1
         return carry, {}, self._measure(batch)
@@ -74,11 +74,11 @@ class RandomAgent(Agent):
     def report(
         self, carry: Tree, batch: dict[str, Array]
     ) -> tuple[Tree, dict[str, Array]]:
-        """Measures the batch [B, T, ...]."""
+        """Returns statistics of the batch [B, T, ...]."""
         return carry, self._measure(batch)
 
     def stream(self, st: Iterator[dict[str, Array]]) -> Iterator[dict[str, Array]]:
-        """Passes the batches on as they are."""
+        """Passes the batches on unchanged."""
         return iter(st)
 
     def save(self) -> Tree:
@@ -88,10 +88,10 @@ class RandomAgent(Agent):
             return {"rng": rng, "counters": {"updates": self._updates}}
 
     def load(self, data: Tree, regex: str | None = None) -> None:
-        """Restores `rng` and `counters/updates`, or those that `regex` matches.
+        """Restores `rng` and `counters/updates`, or only names that `regex` matches.
 
         Raises:
-          ValueError: the state is of another agent.
+          ValueError: the state belongs to another agent.
         """
         if "rng" not in data:
             raise ValueError(

@@ -13,11 +13,11 @@ Bound = Any  # Anything that NumPy can broadcast to the space's shape.
 class Space:
     """Dtype, shape and bounds of one array.
 
-    Constructor and attributes are those of `elements.Space`; `Space.of` turns such
-    a space, as users' environments may hold, into one of ours.
+    The constructor and attributes match those of `elements.Space`, which users'
+    environments may hold; `Space.of` converts such a space.
 
     Args:
-      dtype: any NumPy dtype that is not an object.
+      dtype: a bool, integer, float or string dtype of NumPy.
       shape: dimensions, or one integer for a vector.
       low: lowest value, inclusive. Default: no bound.
       high: highest value, inclusive for floats. For integers it is one above the
@@ -66,7 +66,7 @@ class Space:
 
     @classmethod
     def of(cls, space: Any) -> Space:
-        """Returns `space` if it is ours, else converts one with the same attributes."""
+        """Returns a Space unchanged, or converts an object with the same attributes."""
         if isinstance(space, cls):
             return space
         missing = [
@@ -144,7 +144,7 @@ class Space:
             value = np.asarray(rng.random(self._shape) < 0.5)
             return np.asarray((value | self._low) & self._high)
         if self._dtype.kind in "iu":
-            # 64-bit bounds do not fit an exclusive high, so draw up to the highest.
+            # An exclusive high may not fit 64 bits, so draw with an inclusive one.
             wide = self._low.dtype
             low, high = (limit.astype(wide) for limit in self.limits)
             value = rng.integers(low, high, self._shape, wide, endpoint=True)
@@ -154,7 +154,7 @@ class Space:
         unit = rng.random(self._shape)
         safe_low = np.where(has_low, low, 0.0)
         safe_high = np.where(has_high, high, 0.0)
-        # Halves are mixed, not subtracted, so that the widest range does not overflow.
+        # Interpolate, since `high - low` overflows for the widest range.
         value = np.where(
             has_low & has_high,
             safe_low * (1 - unit) + safe_high * unit,
@@ -163,7 +163,7 @@ class Space:
         tail = -np.log1p(-unit)
         value = np.where(has_low & ~has_high, safe_low + tail, value)
         value = np.where(~has_low & has_high, safe_high - tail, value)
-        # Rounding to a smaller dtype may step over a bound.
+        # Rounding to a smaller dtype may exceed a bound.
         value = np.asarray(value).astype(self._dtype)
         return np.asarray(np.clip(value, self._low, self._high)).astype(self._dtype)
 
@@ -230,7 +230,7 @@ class Space:
                     f"Space expected whole numbers as {name} of dtype {self._dtype}, "
                     f"got {array}."
                 )
-            # As Python integers, which floats such as 2 ** 63 fit.
+            # As Python integers, which hold floats such as 2 ** 63 exactly.
             whole = [
                 int(x) if np.isfinite(x) else (lowest if x < 0 else highest)
                 for x in array.ravel().tolist()

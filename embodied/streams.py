@@ -203,16 +203,16 @@ class Consec(_Wrapper):
     same keys and `consec`, the chunk's index: [B, prefix + length] int32.
 
     A key with only `prefix` time steps belongs to the context of the whole sample,
-    such as recurrent states. The first chunk gets it as it is, the
-    others get zeros of its shape.
+    such as recurrent states. The first chunk gets it unchanged, the others get zeros
+    of its shape.
 
     Args:
       source: the stream of samples.
       length: steps that belong to each chunk.
       consec: chunks per sample.
       prefix: steps of context before those of each chunk.
-      strict: whether samples must have exactly the steps that are needed; else
-        further steps at their end are dropped.
+      strict: whether samples must have exactly the number of steps needed; otherwise
+        extra steps at their end are dropped.
       contiguous: whether chunks are contiguous in memory. By default they are views
         of the sample, and neighbours share their context: do not write to them.
     """
@@ -262,7 +262,7 @@ class Consec(_Wrapper):
         return {"source": self._source.save(), "sample": sample, "index": self._index}
 
     def load(self, data: Tree) -> None:
-        """Goes on in the middle of the sample where `save` was called."""
+        """Continues at the chunk of the sample at which `save` was called."""
         source = self._entry(data, "source")
         sample, index = self._entry(data, "sample"), int(self._entry(data, "index"))
         if sample is not None:
@@ -323,15 +323,15 @@ class Prefetch(_Wrapper):
     source, until `close` or `load` has joined it. `_changed` guards everything that
     the thread and the reader share.
 
-    Saving returns the position of the next item that the reader has not got, however
-    many were fetched ahead: each waits together with the source's state after it.
-    An error of the source, its end included, reaches the reader after the items
-    before it, and again at every later `next`. After `close`, only `load` restarts.
+    Saving returns the position of the next item that the reader has not received,
+    however many were fetched ahead: each is queued with the source's state after it.
+    An error of the source, including its end, reaches the reader after the items
+    before it, and again at every later `next`. After `close`, only `load` restarts it.
 
     Args:
       source: the stream to read.
       transform: a pure function of an item, which runs in the thread.
-      amount: the most items that wait for the reader.
+      amount: maximum number of items that wait for the reader.
     """
 
     def __init__(
@@ -366,20 +366,20 @@ class Prefetch(_Wrapper):
             self._check_open()
             if not self._ready:
                 assert self._error is not None
-                # With the traceback as it was, lest it grow with every call.
+                # Reset the traceback, which would otherwise grow with every call.
                 raise self._error.with_traceback(self._traceback)
             item, self._position = self._ready.popleft()
             self._changed.notify_all()
         return item
 
     def save(self) -> Tree:
-        """Returns the position of the next item that the reader has not got."""
+        """Returns the position of the next item that the reader has not received."""
         with self._changed:
             started = self._thread is not None
             return {"source": self._position if started else self._source.save()}
 
     def load(self, data: Tree) -> None:
-        """Drops items that were fetched ahead, and goes to the saved position."""
+        """Drops items that were fetched ahead, and moves to the saved position."""
         state = self._entry(data, "source")
         self._stop()
         self._source.load(state)
@@ -388,7 +388,7 @@ class Prefetch(_Wrapper):
         self._closed = False
 
     def close(self) -> None:
-        """Ends the thread, which at most completes the source's `next`."""
+        """Ends the thread, which completes at most one `next` of the source."""
         self._stop()
         super().close()
 
@@ -397,7 +397,7 @@ class Prefetch(_Wrapper):
             self._check_open()
             if self._thread is None:
                 self._position = self._source.save()
-                # A daemon, so that a reader that fails need not close to exit.
+                # A daemon, so that a program whose reader failed exits without `close`.
                 self._thread = threading.Thread(
                     target=self._fetch, name="prefetch", daemon=True
                 )
@@ -434,7 +434,7 @@ class Prefetch(_Wrapper):
                     self._changed.notify_all()
                 del item, state  # Only the reader keeps them alive from here on.
         except BaseException as error:
-            # Whatever it is, the reader must learn of it, else it waits for ever.
+            # Every error must reach the reader, which would otherwise wait for ever.
             with self._changed:
                 self._error, self._traceback = error, error.__traceback__
                 self._changed.notify_all()

@@ -1,6 +1,6 @@
-"""Checks an environment before training: what the agent sees, speed, what is wrong.
+"""Checks an environment before training: the agent's view of it, speed, problems.
 
-In the main process; the environment is stepped in one of its own, as in training.
+In the main process; the environment is stepped in a process of its own, as in training.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from embodied.random_agent import RandomAgent
 from embodied.replay import ReplayMemoryError
 from embodied.space import Space
 
-STEPS, SECONDS = 1000, 10.0  # Whatever comes first.
+STEPS, SECONDS = 1000, 10.0  # Stepping ends at whichever comes first.
 BATCH_STEPS = 100  # Of environments that step together.
 LARGE_REWARD = 1e4
-LONG_EPISODE = 10_000  # Steps after which an environment may be endless.
 
 
 def run_check(config: elements.Config, make: MakeEnv = make_env) -> None:
     """Steps an environment of the task and prints what an agent would see of it.
 
     Raises:
-      ConfigError: everything that would stop training.
+      ConfigError: training would fail; the message lists the problems.
     """
     print(f"{config.task}:", flush=True)
     problems: list[str] = []
@@ -46,7 +45,7 @@ def run_check(config: elements.Config, make: MakeEnv = make_env) -> None:
         if (env.obs_space, env.act_space) != (other.obs_space, other.act_space):
             problems.append(
                 "Environments of one task expected equal spaces, but env 1 has others "
-                "than env 0. Let them not depend on the seed."
+                "than env 0. Spaces must not depend on the seed."
             )
         problems += _agent_problems(config, env)
         problems += _replay_problems(config, env)
@@ -57,7 +56,7 @@ def run_check(config: elements.Config, make: MakeEnv = make_env) -> None:
     if not problems:
         try:
             found = step_env(config, make)
-            step_together(config, make)
+            step_batch(config, make)
         except EnvError as error:
             problems.append(texts.env_failure(error))
         except TaskError as error:
@@ -69,11 +68,11 @@ def run_check(config: elements.Config, make: MakeEnv = make_env) -> None:
         print(f"  Note: {hint}")
     if problems:
         raise ConfigError(*problems)
-    print("Nothing stands in the way of training.")
+    print("No problems found: it can be trained on.")
 
 
 def describe_spaces(env: Env) -> str:
-    """Returns a line for each key: its space outside, and what networks make of it."""
+    """Returns lines with the spaces of a Gymnasium environment and the agent's keys."""
     inner = env
     while hasattr(inner, "env"):
         inner = inner.env
@@ -95,17 +94,17 @@ def describe_spaces(env: Env) -> str:
     return "\n".join(lines)
 
 
-class Stepped:
-    """Figures of an environment that was stepped at random.
+class StepStatistics:
+    """Statistics of an environment that is stepped at random.
 
     Attributes:
-      steps: that were made.
-      seconds: that they took.
-      rewards: of all steps.
-      lengths: of the episodes that have ended.
-      terminals: of them that ended in a terminal state.
-      nonfinite: steps with a value that is not finite, by key.
-      constant: keys of observations that never changed.
+      steps: number of steps.
+      seconds: duration of the steps after the first.
+      rewards: rewards of all steps.
+      lengths: lengths of the episodes that have ended.
+      terminals: number of episodes that ended in a terminal state.
+      nonfinite: number of steps with a value that is not finite, by key.
+      constant: keys whose value never changed.
     """
 
     def __init__(self) -> None:
@@ -120,7 +119,7 @@ class Stepped:
         self._length = 0
 
     def add(self, transition: dict[str, Any], worker: int) -> None:
-        """Takes in a step."""
+        """Adds a step to the statistics."""
         self.steps += 1
         self._length = 0 if transition["is_first"] else self._length + 1
         self.rewards.append(float(transition["reward"]))
@@ -144,8 +143,9 @@ class Stepped:
         return sorted(self._first.keys() - self._changed - SIGNALS.keys())
 
     def lines(self) -> Iterator[str]:
-        """Yields the figures, a line each."""
-        rate = self.steps / self.seconds if self.seconds else math.inf
+        """Yields the statistics as lines of text."""
+        timed = self.steps - 1  # Without the first, which is not in `seconds`.
+        rate = timed / self.seconds if self.seconds else math.inf
         yield f"  {self.steps} random steps in a process of its own: {rate:.0f} steps/s"
         low, high = min(self.rewards), max(self.rewards)
         yield f"  rewards from {low:.4g} to {high:.4g}"
@@ -157,7 +157,7 @@ class Stepped:
             )
 
     def hints(self) -> Iterator[str]:
-        """Yields what may be wrong, though it does not stop training."""
+        """Yields possible problems that do not stop training."""
         if not self.lengths:
             yield (
                 f"no episode ended within {self.steps} steps. If none ever does, there "
@@ -166,9 +166,9 @@ class Stepped:
         if self.lengths and max(self.lengths) == 0:
             yield "episodes end with their first observation."
         if not any(self.rewards):
-            yield "no reward but 0 was seen, as in tasks of sparse rewards."
+            yield "all rewards were 0, as in tasks with sparse rewards."
         elif max(map(abs, self.rewards)) > LARGE_REWARD:
-            yield f"rewards of more than {LARGE_REWARD:g}; consider to scale them."
+            yield f"rewards of more than {LARGE_REWARD:g}; consider scaling them."
         for key, count in sorted(self.nonfinite.items()):
             yield (
                 f"{key!r} was not finite in {count} steps; the agent takes it as "
@@ -178,20 +178,20 @@ class Stepped:
             yield f"{key!r} never changed."
 
 
-def step_env(config: elements.Config, make: MakeEnv = make_env) -> Stepped:
+def step_env(config: elements.Config, make: MakeEnv = make_env) -> StepStatistics:
     """Steps an environment at random, in a process of its own.
 
     Raises:
-      EnvError: it fails there, hangs, or breaks its spaces.
+      EnvError: the environment fails, hangs, or returns values outside of its spaces.
     """
     factory = functools.partial(EnvFactory(config, make), 0)
-    found = Stepped()
+    found = StepStatistics()
     timeout = config.run.env_timeout
     with Driver([factory], parallel=True, timeout=timeout, mode="train") as driver:
         agent = RandomAgent(driver.obs_space, driver.act_space, seed=config.seed)
         driver.on_step(lambda transition, worker, mode: found.add(transition, worker))
         driver.reset(agent.init_policy)
-        driver(agent.policy, steps=1)  # The first takes longer.
+        driver(agent.policy, steps=1)  # The first step takes longer.
         begin = time.monotonic()
         while found.steps < STEPS and time.monotonic() - begin < SECONDS:
             driver(agent.policy, steps=1)
@@ -199,8 +199,8 @@ def step_env(config: elements.Config, make: MakeEnv = make_env) -> Stepped:
     return found
 
 
-def step_together(config: elements.Config, make: MakeEnv = make_env) -> None:
-    """Steps the environments of a worker as one batch, if the task has them so.
+def step_batch(config: elements.Config, make: MakeEnv = make_env) -> None:
+    """Steps the environments of a worker as one batch, if the task supports it.
 
     Raises:
       EnvError: they fail.
@@ -229,7 +229,7 @@ def step_together(config: elements.Config, make: MakeEnv = make_env) -> None:
 
 
 def _agent_problems(config: elements.Config, env: Env) -> list[str]:
-    """Returns what the networks refuse; prints how large they would be."""
+    """Returns why the networks refuse the spaces; prints how large they would be."""
     if config.random_agent:
         return []
     import jax
@@ -251,7 +251,7 @@ def _agent_problems(config: elements.Config, env: Env) -> list[str]:
 
 def _replay_problems(config: elements.Config, env: Env) -> list[str]:
     """Returns why the replay would not fit; prints how large it would be."""
-    from embodied.replay.sizing import ReplaySettings, make_plan
+    from embodied.replay.sizing import ReplaySettings, plan_sizes
 
     stored: Spaces = {**env.obs_space, **env.act_space}
     size = sum(
@@ -265,7 +265,7 @@ def _replay_problems(config: elements.Config, env: Env) -> list[str]:
     settings = config.replay
     length = config.consec_train * config.batch_length + config.replay_context
     try:
-        plan = make_plan(
+        plan = plan_sizes(
             ReplaySettings(
                 *("replay", length, settings.size, settings.bytes, settings.chunksize),
                 *(config.replay_context, settings.online),
@@ -281,7 +281,7 @@ def _replay_problems(config: elements.Config, env: Env) -> list[str]:
 def _seed_hints(
     config: elements.Config, make: MakeEnv, env: Env, other: Env
 ) -> list[str]:
-    """Returns what is odd about seeds: the same one twice, and another."""
+    """Returns hints if equal seeds begin differently, or different seeds alike."""
     with env_errors(0, TaskError):
         again = make(config, 0)
         try:

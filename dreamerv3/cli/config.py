@@ -3,7 +3,7 @@
     config = load_config(['--configs', 'debug', '--run.envs', '8'])
     args = make_args(config)
 
-`dreamerv3.cli.logdir` keeps it with the run.
+`dreamerv3.cli.logdir` stores it with the run.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from dreamerv3.cli.schema import (
 from dreamerv3.cli.task_origin import find_task_problem
 from embodied.run.settings import RunSettings
 
-FILENAME = "config.yaml"  # Of the configuration in the logdir.
+FILENAME = "config.yaml"  # File of the configuration in the logdir.
 
-# Programs that take the configuration of the run that they are about.
-ABOUT_A_RUN = ("eval_only", "host_command")
-# Keys that they do not take from it.
-NOT_OF_THE_RUN = (
+# Programs that start from the configuration of an existing run.
+RUN_CONFIG_SCRIPTS = ("eval_only", "host_command")
+# Keys that these programs do not take from that configuration.
+KEYS_NOT_FROM_RUN = (
     *("script", "logdir", "replica", "replicas", "run.steps", "run.duration"),
     *("run.from_checkpoint", "run.from_checkpoint_regex"),
 )
 
-# Keys that another run does not take from the configuration of a run.
-NOT_REPEATED = ("logdir", "replica")
-RUN_KEYS = {"logdir", "replica", "script", "task"}  # Every run has written these.
+# Keys that a new run does not take from the `config.yaml` of another run.
+KEYS_NOT_SHARED = ("logdir", "replica")
+RUN_KEYS = {"logdir", "replica", "script", "task"}  # The file of every run has these.
 
 HELP = "`dreamerv3 --help all` lists all keys."
 CONFIG_FILES = (".yaml", ".yml")
@@ -55,7 +55,7 @@ class ConfigError(ValueError):
     """The configuration cannot be used; the message says what to change.
 
     Attributes:
-      problems: one sentence or more for each thing that is wrong.
+      problems: one or more sentences for each problem.
     """
 
     def __init__(self, *problems: str):
@@ -71,14 +71,14 @@ def load_config(
     Args:
       argv: `--configs NAME ...`, where a name is a block or a file, and
         `--KEY VALUE ...`; by default those of the process.
-      environ: environment variables; by default those of the process. In them
+      environ: environment variables; by default those of the process. Its
         JOB_COMPLETION_INDEX sets `replica`.
 
     Returns:
       All keys, checked, with `logdir` filled in.
 
     Raises:
-      ConfigError: all that is wrong with it, at once.
+      ConfigError: the configuration cannot be used; the message lists all problems.
     """
     values = merge(sys.argv[1:] if argv is None else argv)
     index = (os.environ if environ is None else environ).get("JOB_COMPLETION_INDEX")
@@ -86,7 +86,7 @@ def load_config(
         values.set("replica", [index])
     flat = values.flat
     flat["logdir"] = fill_logdir(flat["logdir"], flat["task"], flat["seed"])
-    # Combinations of values that are wrong by themselves would only repeat that.
+    # Checking combinations of values that are wrong already would repeat problems.
     problems = values.problems or combination_problems(flat)
     if problems:
         raise ConfigError(*problems)
@@ -98,19 +98,20 @@ def load_config(
 def merge(argv: Sequence[str]) -> Values:
     """Applies blocks, files and then flags to the defaults; checks no combinations.
 
-    With `--script eval_only` and `host_command`, the configuration of the run that they
-    are about comes between the defaults and the blocks; but a task that names code has
-    to be given, if this user has not started that run.
+    For `--script eval_only` and `host_command`, the configuration of the run at
+    `run.from_checkpoint` or `logdir` is applied between the defaults and the blocks. If
+    its task names code, the task must be given again, unless this user has started that
+    run.
     """
     arguments, strays = split_arguments(argv)
     blocks = read_blocks()
     defaults = flatten(blocks.pop("defaults"))
     values = _apply(Values(defaults), arguments, blocks)
-    run = _run_in_question(arguments, values.flat)
+    run = _existing_run(arguments, values.flat)
     doubts = ""
     if run is not None:
         values = Values(defaults)
-        _apply_run(values, run, without=NOT_OF_THE_RUN)
+        _apply_run(values, run, without=KEYS_NOT_FROM_RUN)
         doubts = find_task_problem(run.parent, values.flat["task"])
         values.given.clear()
         _apply(values, arguments, blocks)
@@ -165,7 +166,7 @@ def _apply_block(values: Values, name: str, blocks: Mapping[str, Any]) -> None:
 def _apply_file(values: Values, name: str) -> None:
     """Sets the keys of a file, which is like a block or the `config.yaml` of a run.
 
-    Of a run's, those are left out that another run must not share with it, and those
+    Of a `config.yaml`, it leaves out the keys that two runs must not share, and those
     that this version does not have any more.
     """
     path, before = pathlib.Path(name).expanduser(), len(values.problems)
@@ -175,7 +176,7 @@ def _apply_file(values: Values, name: str) -> None:
         values.problems.append(f"--configs {name}: {error}")
         return
     if set(content) >= RUN_KEYS:
-        _apply_run(values, path, without=NOT_REPEATED)
+        _apply_run(values, path, without=KEYS_NOT_SHARED)
         content = {}
     for key, value in flatten(content).items():
         if value is None:
@@ -187,7 +188,7 @@ def _apply_file(values: Values, name: str) -> None:
 
 
 def _read_file(path: pathlib.Path) -> dict[str, Any]:
-    """Reads keys and values; ValueError says why there are none."""
+    """Reads keys and values; raises ValueError with the reason if it cannot."""
     try:
         content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -204,7 +205,7 @@ def _read_file(path: pathlib.Path) -> dict[str, Any]:
 
 
 def fill_logdir(logdir: str, task: str, seed: int) -> str:
-    """Fills in the task, without what is unusual in names of folders, and the seed."""
+    """Fills in the seed, and the task with dashes for unusual characters."""
     name = re.sub(r"[^\w.-]+", "-", task)
     return logdir.replace("{task}", name).replace("{seed}", str(seed))
 
@@ -250,11 +251,11 @@ def read_config(filename: str | os.PathLike[str]) -> elements.Config:
 def run_config(logdir: str | os.PathLike[str]) -> elements.Config:
     """Returns the configuration of a run, with defaults for keys that it lacks.
 
-    Its task may name code of a stranger: ask `find_task_problem` before its environment
-    is made.
+    Its task may name code of somebody else: call `find_task_problem` before making its
+    environment.
 
     Raises:
-      ConfigError: there is none, or it cannot be used.
+      ConfigError: there is no configuration, or it cannot be used.
     """
     path = pathlib.Path(logdir, FILENAME)
     if not path.is_file():
@@ -270,20 +271,20 @@ def run_config(logdir: str | os.PathLike[str]) -> elements.Config:
 
 
 def _apply_run(values: Values, path: pathlib.Path, without: Sequence[str] = ()) -> None:
-    """Sets the keys of a `config.yaml`, as far as this version still has them."""
+    """Sets those keys of a `config.yaml` that this version still has."""
     for key, value in flatten(dict(read_config(path))).items():
         known = key in values.flat or key.startswith(OPEN_GROUPS)
         if known and key not in without:
             values.set(key, value if isinstance(value, tuple) else [value])
 
 
-def _run_in_question(
+def _existing_run(
     arguments: Sequence[tuple[str, list[str]]], flat: Flat
 ) -> pathlib.Path | None:
-    """Returns the `config.yaml` of the run that the program is about, if any is."""
+    """Returns the `config.yaml` of the run that the program starts from, or None."""
     given = {name: values[0] for name, values in arguments if len(values) == 1}
     source = given.get("run.from_checkpoint") or given.get("logdir")
-    if given.get("script") not in ABOUT_A_RUN or not source:
+    if given.get("script") not in RUN_CONFIG_SCRIPTS or not source:
         return None
     source = fill_logdir(source, flat["task"], flat["seed"])
     folder = pathlib.Path(source).expanduser()
@@ -298,7 +299,7 @@ def split_arguments(
     """Splits `--name value value` and `--name=value` into names and their values.
 
     Returns:
-      The flags in order, and a sentence for each argument that belongs to none.
+      The flags in order, and a sentence for each argument that belongs to no flag.
     """
     flags: list[tuple[str, list[str]]] = []
     problems = []
@@ -334,8 +335,8 @@ class Values:
 
     Attributes:
       flat: values by full key.
-      given: keys that were set.
-      problems: a sentence for each thing that was wrong so far.
+      given: keys that were set, except those of open groups.
+      problems: a sentence for each problem found so far.
     """
 
     def __init__(self, defaults: Flat):
@@ -377,7 +378,7 @@ class Values:
                 self.given.add(key)
 
     def _set_open(self, name: str, values: Sequence[Any]) -> None:
-        """Sets a key that has no default, and so no type, but that of its value."""
+        """Sets a key without a default, whose type is therefore that of its value."""
         group, _, last = name.rpartition(".")
         if f"{group}." not in OPEN_GROUPS or not last.isidentifier() or not values:
             shown = " ".join(map(str, values)) or "no value"
@@ -398,7 +399,7 @@ class Values:
 
 
 def _from_text(text: str) -> Any:
-    """Returns the number or truth value that a text is, else the text."""
+    """Converts a text to a number or boolean if it is one; else returns the text."""
     try:
         value = YAML(typ="safe").load(text)
     except YAMLError:

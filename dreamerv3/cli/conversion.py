@@ -1,4 +1,7 @@
-"""Converts what flags and files say to the types of keys; checks it. Any process."""
+"""Converts values of flags and files to the types of keys, and checks them.
+
+Any process.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from dreamerv3.cli.schema import nearest, read_keys
 
 LARGEST_INTEGER = 2**63
 LARGEST_ORDER = 18  # Powers of ten.
-MEANT = {"gpu": "cuda"}  # Names that people use for values that are not like them.
+ALIASES = {"gpu": "cuda"}  # Common names of values that are spelled otherwise.
 
 
 def check(key: str, value: Any) -> None:
@@ -21,7 +24,7 @@ def check(key: str, value: Any) -> None:
         return
     items = value if isinstance(value, tuple) else (value,)
     near = [
-        nearest(MEANT.get(str(item), str(item)), rule.names)
+        nearest(ALIASES.get(str(item), str(item)), rule.names)
         for item in items
         if item not in rule.names
     ]
@@ -36,10 +39,10 @@ def convert(key: str, default: Any, values: Sequence[Any]) -> Any:
     Args:
       key: the full key.
       default: its default.
-      values: one, or several for a list, as text or of the type already.
+      values: one value, or several for a list, as text or already of the type.
 
     Raises:
-      ValueError: they are not of the type; says what was expected.
+      ValueError: they are not of the type; the message says what was expected.
     """
     if isinstance(default, tuple):
         if len(values) == 1 and isinstance(values[0], str):
@@ -62,7 +65,7 @@ def convert(key: str, default: Any, values: Sequence[Any]) -> Any:
 
 
 def _expected(key: str, default: Any) -> str:
-    """Returns the values that a key takes, for values that are not of its type."""
+    """Describes the values that a key takes, for messages about other values."""
     item = default[0] if isinstance(default, tuple) else default
     words = {bool: "True or False", int: "a whole number", float: "a number"}
     word = words.get(type(item), "one value")
@@ -84,11 +87,11 @@ def _to_int(value: Any) -> int | None:
     if isinstance(value, bool):
         return None
     try:
-        # Exact also for 1e18, where a float is not.
+        # Exact up to the largest integers, where a float is not.
         number = decimal.Decimal(str(value).strip())
     except decimal.InvalidOperation:
         return None
-    # The order of magnitude first: 1e999999999 would fill the memory as an integer.
+    # Check the magnitude first: 1e999999999 would fill the memory as an integer.
     if not number.is_finite() or number.adjusted() > LARGEST_ORDER:
         return None
     whole = int(number)
@@ -96,7 +99,7 @@ def _to_int(value: Any) -> int | None:
 
 
 def to_float(value: Any) -> float | None:
-    """Returns the number that a value or text is; None if it is none."""
+    """Converts a value or text to a float; returns None if it is not a number."""
     if isinstance(value, bool):
         return None
     try:

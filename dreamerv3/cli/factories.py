@@ -1,6 +1,6 @@
 """Makes agent, environments, replay, streams and logger of a program. Any process.
 
-Everything heavy is imported where it is used, so that help and errors come at once.
+Heavy modules are imported where they are used, so that help and errors appear at once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from embodied.replay.selectors import Selector
 
 EXTRA_OUTPUTS = ("scope", "wandb")  # Each is a package and an extra of that name.
-UNLIMITED = 10**10  # Steps of a run by default: it has no end to show.
-FIRST_REPLICA = 2**20  # Numbers from here on are no environment's.
+UNLIMITED = 10**10  # Default of run.steps, for which no total is shown.
+FIRST_REPLICA = 2**20  # Above the index of any environment.
 MakeEnv = Callable[[elements.Config, int], Env]
 
-USUAL_SIZE = 64  # Of images that the networks cannot take as they come.
+USUAL_SIZE = 64  # Side of images that must be resized for the networks.
 
 
 def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
@@ -41,8 +41,8 @@ def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
     Args:
       config: the whole configuration.
       index: number of the environment within the run, which decides its seed.
-      **overrides: options of the suite that replace those in `config.env`; of your own
-        environment, arguments that it has.
+      **overrides: options of the suite that replace those in `config.env`; for your
+        own environment, arguments, of which those it has no parameter for are dropped.
     """
     own = registry.own_factory(config.task)
     if own is not None:
@@ -71,9 +71,9 @@ def make_own_env(
 
 
 def _env_seed(config: elements.Config) -> int:
-    """Returns what the seeds of this host's environments come from.
+    """Returns the base seed of this host's environments.
 
-    Replicas have environments of the same numbers, which should not be the same.
+    It differs between replicas, whose environments have the same indices.
     """
     if config.replicas == 1 or config.replica == 0:
         return config.seed
@@ -83,7 +83,7 @@ def _env_seed(config: elements.Config) -> int:
 def make_filmed_env(config: elements.Config, index: int) -> Env:
     """Makes environment `index` for a video: with frames, if the agent sees no image.
 
-    Only the first one is drawn.
+    Only the first environment is rendered.
     """
     from embodied import wrappers
 
@@ -113,7 +113,7 @@ class EnvFactory:
 
     Attributes:
       config: the whole configuration.
-      make: makes one of them.
+      make: makes a single environment.
     """
 
     config: elements.Config
@@ -124,7 +124,7 @@ class EnvFactory:
         return self.make(self.config, index)
 
     def make_batch(self, indices: Sequence[int]) -> BatchEnv | None:
-        """Makes several, if the task has them as a batch; else returns None."""
+        """Makes several that step together; returns None if the task cannot."""
         from embodied import wrappers
 
         config = self.config
@@ -153,17 +153,18 @@ def _wrapped(config: elements.Config, env: Env) -> Env:
     size = image_size(config, env.obs_space)
     if size is not None:
         env = wrappers.ResizeImage(env, size)
-    # The agent replaces what is not finite, and says so.
+    # The agent replaces values that are not finite, and reports them.
     return wrappers.wrap(env, nonfinite="pass")
 
 
 def image_size(
     config: elements.Config, spaces: Mapping[str, Any]
 ) -> tuple[int, int] | None:
-    """Returns the size that images have to get for the networks to take them.
+    """Returns the size to which images must be resized for the networks.
 
-    None if there are none, or if they can take them all. Suites whose option for it
-    holds for all of their tasks are left alone: the configuration has been checked.
+    Returns None if there are no images, or if the networks can take all of them as they
+    are. Also returns None for suites whose option `size` holds for all of their tasks,
+    because that option has already been checked.
     """
     suite = config.task.partition("_")[0]
     images = [
@@ -199,7 +200,7 @@ def make_agent(
 
     Args:
       config: the whole configuration.
-      spaces: of observations and actions, if `make_spaces` was called before.
+      spaces: from `make_spaces`, if the caller has called it already.
 
     Raises:
       ConfigError: the agent cannot work with these spaces, settings or devices.
@@ -211,7 +212,7 @@ def make_agent(
         return RandomAgent(obs_space, act_space, config, seed=config.seed)
     from dreamerv3.agent import Agent as Dreamer
 
-    with _refusals():
+    with _as_config_errors():
         return Dreamer(obs_space, act_space, config)
 
 
@@ -224,18 +225,18 @@ def make_acting_agent(
     from dreamerv3.policies.acting_agent import ActingAgent
 
     spaces = spaces or make_spaces(config)
-    with _refusals():
+    with _as_config_errors():
         return ActingAgent(*spaces, config, seed=config.seed)
 
 
 def make_spaces(
     config: elements.Config, make: MakeEnv = make_env
 ) -> tuple[Spaces, Spaces]:
-    """Returns the spaces of observations and actions that an agent of the task has.
+    """Returns the observation and action spaces of an agent of the task.
 
     Args:
       config: the whole configuration.
-      make: makes an environment of the configuration and an index.
+      make: makes an environment from the configuration and an index.
 
     Raises:
       TaskError: the task cannot be used.
@@ -262,9 +263,9 @@ def make_replay(config: elements.Config, folder: str, mode: str = "train") -> Re
 
     Args:
       config: the whole configuration.
-      folder: name of the folder; with several replicas each has one inside it.
-      mode: 'train', or 'eval' for a tenth of the capacity, and sequences that are as
-        long as reports need them.
+      folder: name of the folder; each of several replicas has its own inside it.
+      mode: 'train', or 'eval' for a tenth of the capacity, and sequences of the length
+        of reports.
     """
     from embodied.replay import Replay
 
@@ -300,8 +301,8 @@ def make_stream(config: elements.Config, replay: Replay, mode: str) -> Stream:
 
     Args:
       config: the whole configuration.
-      replay: with sequences that are long enough.
-      mode: 'train', 'report' or 'eval'; decides the length of what is trained on.
+      replay: a replay whose sequences are long enough.
+      mode: 'train', 'report' or 'eval'; decides the length of the sequences.
     """
     from embodied import streams
 
@@ -326,10 +327,10 @@ def check_outputs(config: elements.Config) -> None:
 def make_logger(config: elements.Config) -> loggers.Logger:
     """Makes the logger with the outputs of `config.logger`.
 
-    Its step counts agent steps; outputs get it times the action repeat of the task.
+    Its step counts agent steps; outputs get the step times the task's action repeat.
     """
     logdir, settings = config.logdir, config.logger
-    if config.replica:  # The first one's curves are those of the run.
+    if config.replica:  # The curves of the run are those of replica 0.
         logdir = str(pathlib.Path(logdir, "replicas", f"{config.replica:05}"))
     suite = config.task.partition("_")[0]
     repeat = config.env.get(suite, {}).get("repeat", 1)
@@ -373,7 +374,7 @@ def make_logger(config: elements.Config) -> loggers.Logger:
         "wandb": [wandb],
     }
     if "tensorboard" in settings.outputs and not loggers.TensorBoardOutput.available():
-        # Like the other metrics of a run, these are no reason to end it.
+        # Missing metrics are no reason to end a run.
         logging.getLogger("embodied.logger").warning(
             "No events for TensorBoard are written, since the package tensorboardX is "
             "not installed. Run: pip install tensorboardX"
@@ -384,14 +385,14 @@ def make_logger(config: elements.Config) -> loggers.Logger:
 
 
 @contextlib.contextmanager
-def _refusals() -> Iterator[None]:
+def _as_config_errors() -> Iterator[None]:
     """Turns errors of an agent about its settings into errors of the configuration."""
     from embodied.jax.setup import SetupError
 
     try:
         yield
     except (SetupError, ValueError) as error:
-        # On one line, although what JAX says of devices may take several.
+        # On one line, although messages of JAX about devices may have several.
         raise ConfigError(" ".join(str(error).split())) from error
 
 

@@ -1,4 +1,4 @@
-"""Pages of `--help`: the flags that people use most, all keys, or those of a group.
+"""Pages of `--help`: the most used flags, all keys, or those of a group.
 
 In the main process.
 """
@@ -49,7 +49,7 @@ def help_text(topics: Sequence[str] = (), width: int = 88) -> str:
 
     Args:
       topics: such as `run`, `agent.opt` or `run.envs`; `all` for everything.
-      width: of lines.
+      width: width of the lines, in characters.
 
     Raises:
       ConfigError: there is no such group or key.

@@ -1,7 +1,7 @@
 """The command that starts environments of a run on another host. Main process.
 
-`--script host_command` prints it: what the run was started with, where its actor is,
-and ids that no other environment has.
+`--script host_command` prints it, with the settings of the run, the addresses of its
+actor and logger, and free ids of environments.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from embodied.run.settings import RunSettings
 ANSWER_SECONDS = 10.0
 EVERY_INTERFACE = ("0.0.0.0", "*", "[::]")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-# Keys, and beginnings of keys, that matter to a host with environments, beside those
-# that are worked out.
+# Keys, and prefixes of keys, that a host with environments needs, beside those that
+# are computed.
 HOST_KEYS = (
     *("task", "seed", "ipv6", "env.", "run.transport", "run.insecure"),
     *("run.envs_per_worker", "run.env_timeout", "run.stall_timeout"),
@@ -41,18 +41,18 @@ def run_host_command(config: elements.Config) -> None:
     """Prints the command, and notes on it to stderr.
 
     Args:
-      config: that of the run in `logdir`, with the flags of this program: `run.envs` is
-        the number of environments that the host is to have.
+      config: configuration of the run in `logdir`, with the flags of this program;
+        `run.envs` is the number of environments to start on the host.
 
     Raises:
-      ConfigError: there is no run that lives in the logdir.
+      ConfigError: the logdir has no run whose actor answers.
     """
     run = run_config(config.logdir).run
     addresses = _live_addresses(config)
     taken = _env_ids(config, addresses["actor_addr"])
-    # Those that evaluate go to the first host, unless the run has its own.
+    # Eval environments go to the first host, unless the run has its own.
     evaluating = config.run.eval_envs if run.remote_envs and not taken else 0
-    if not run.remote_envs:  # Its own workers may just be restarted.
+    if not run.remote_envs:  # Its own workers may be restarting.
         taken = [*taken, *range(run.envs + run.eval_envs)]
     flags: dict[str, Any] = {
         "script": "parallel_envs",
@@ -71,7 +71,7 @@ def run_host_command(config: elements.Config) -> None:
 
 
 def first_free(taken: Sequence[int], count: int) -> int:
-    """Returns the first of `count` ids in a row that nobody has."""
+    """Returns the first of `count` consecutive ids that are free."""
     start = 0
     for envid in sorted(set(taken)):
         if envid >= start + count:
@@ -92,7 +92,7 @@ def _live_addresses(config: elements.Config) -> dict[str, str]:
     if any(wiring.AUTO in address for address in addresses.values()):
         raise ConfigError(
             "logdir: expected that of a run with an actor for --script host_command, "
-            f"got {config.logdir}, whose actor was never there. Start the run with "
+            f"got {config.logdir}, whose actor has never started. Start the run with "
             "--script parallel, and wait until it says that it trains, or waits for "
             "environments."
         )
@@ -100,7 +100,7 @@ def _live_addresses(config: elements.Config) -> dict[str, str]:
 
 
 def _env_ids(config: elements.Config, address: str) -> list[int]:
-    """Asks the actor of the run for the ids of the environments that it has."""
+    """Asks the actor of the run for the ids of its environments."""
     from embodied.rpc import AuthError, Disconnected
     from embodied.run.parallel import wiring
 
@@ -113,13 +113,13 @@ def _env_ids(config: elements.Config, address: str) -> list[int]:
             return [int(x) for x in client.env_ids().result(ANSWER_SECONDS)]
     except (TimeoutError, Disconnected, AuthError) as error:
         raise ConfigError(
-            f"logdir: expected that of a run that is alive, but the actor of "
+            f"logdir: expected the logdir of a live run, but the actor of "
             f"{config.logdir} does not answer at {address} ({error})."
         ) from error
 
 
 def _settings(config: elements.Config) -> dict[str, Any]:
-    """Returns what the run was given that matters to its environments."""
+    """Returns the settings for a host that differ from the defaults."""
     defaults = flatten(read_blocks()["defaults"])
     return {
         key: value
@@ -148,7 +148,7 @@ def _notes(address: str, keyfile: str) -> list[str]:
             "--run.actor_addr HOST:PORT --run.logger_addr HOST:PORT."
         ]
     if keyfile:
-        return [f"On the other host, {keyfile} is to be the same file, of mode 0600."]
+        return [f"Copy {keyfile} to the other host first, with mode 0600."]
     return []
 
 

@@ -1,6 +1,6 @@
-"""The logdir of a run: its lock, and the configuration that it keeps. Any process.
+"""The logdir of a run: its lock, and the configuration stored in it. Any process.
 
-with kept_config(config.logdir):
+with preserve_config(config.logdir):
     prepare_logdir(config)
     ...                     # Trains, or fails.
 """
@@ -22,12 +22,12 @@ from dreamerv3.cli.schema import ENV_SCRIPTS, OWNING_SCRIPTS
 from dreamerv3.cli.task_origin import sign_task
 
 LOCK = ".lock"
-LOCK_SECONDS = 0.5  # Between two questions whether it is free.
+LOCK_SECONDS = 0.5  # Between two attempts to take it.
 MANIFEST = pathlib.Path("ckpt", "manifest.json")
-# What others may not do with files of a run, by `logdir_access`.
+# Permissions that others do not have on files of a run, by `logdir_access`.
 MASKS = {"user": 0o077, "group": 0o027, "umask": 0o000}
 
-_claimed: dict[pathlib.Path, int] = {}  # Descriptors of locks that this process holds.
+_claimed: dict[pathlib.Path, int] = {}  # Descriptors of the locks of this process.
 
 
 class LogdirInUse(Exception):
@@ -35,7 +35,7 @@ class LogdirInUse(Exception):
 
 
 def check_logdir(config: elements.Config) -> None:
-    """Raises what `prepare_logdir` would, as far as it can be known; changes nothing.
+    """Raises the errors of `prepare_logdir` that can be foreseen; changes nothing.
 
     For programs that take a while before they write.
 
@@ -43,7 +43,7 @@ def check_logdir(config: elements.Config) -> None:
       ConfigError: see `prepare_logdir`.
     """
     logdir = pathlib.Path(config.logdir)
-    with _clear_errors(logdir):
+    with _as_config_errors(logdir):
         _check_task(logdir, config)
         folder = next(path for path in (logdir, *logdir.parents) if path.exists())
         if not folder.is_dir():
@@ -59,22 +59,22 @@ def check_logdir(config: elements.Config) -> None:
 def prepare_logdir(config: elements.Config) -> pathlib.Path:
     """Creates the logdir and writes `config.yaml` into it.
 
-    Only the first replica of a program that owns the run writes; hosts that merely
-    step environments leave the file of the run as it is.
+    Only the first replica writes it, and only programs that own the run lock the
+    logdir. Hosts that only step environments do not change the file of the run.
 
     Returns:
       The logdir.
 
     Raises:
-      ConfigError: it belongs to another task, is damaged, in use, or cannot be
+      ConfigError: the logdir belongs to another task, is damaged, in use, or cannot be
         written.
     """
-    # Here, because help and errors should not wait for the libraries behind it.
+    # Imported here, so that help and errors do not wait for their libraries.
     from embodied.checkpoint import write_file
     from embodied.run.saving import config_yaml
 
     logdir = pathlib.Path(config.logdir)
-    with _clear_errors(logdir):
+    with _as_config_errors(logdir):
         logdir.mkdir(parents=True, exist_ok=True)
         _check_task(logdir, config)
         if config.replica == 0 and config.script in OWNING_SCRIPTS:
@@ -97,7 +97,7 @@ def _check_task(logdir: pathlib.Path, config: elements.Config) -> None:
 
 
 @contextlib.contextmanager
-def _clear_errors(logdir: pathlib.Path) -> Iterator[None]:
+def _as_config_errors(logdir: pathlib.Path) -> Iterator[None]:
     """Turns errors of files into errors of the configuration."""
     from embodied.checkpoint import CheckpointError
 
@@ -114,10 +114,10 @@ def _clear_errors(logdir: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def limited_access(access: str) -> Iterator[None]:
-    """Decides who may read the files that this process and its children make.
+    """Limits which users may read the files that this process and its children make.
 
     Args:
-      access: a key of `MASKS`. The umask of the process holds in any case.
+      access: a key of `MASKS`, which is added to the umask of the process.
     """
     before = os.umask(MASKS["user"])
     os.umask(before | MASKS[access])
@@ -128,10 +128,10 @@ def limited_access(access: str) -> Iterator[None]:
 
 
 def claim(logdir: pathlib.Path) -> None:
-    """Keeps other programs out of a logdir, until `kept_config` or this process ends.
+    """Locks a logdir until `preserve_config` or the end of this process.
 
     Raises:
-      LogdirInUse: another one has claimed it.
+      LogdirInUse: another program has locked it.
     """
     logdir = logdir.resolve()
     if logdir in _claimed:
@@ -146,9 +146,9 @@ def claim(logdir: pathlib.Path) -> None:
 
 
 def wait_until_free(logdir: pathlib.Path, seconds: float) -> None:
-    """Waits until no program holds a logdir, or for so many seconds.
+    """Waits until no program holds the lock of a logdir, at most `seconds`.
 
-    The lock of a machine that is lost goes when the file server gives it up.
+    The lock of a lost machine is free once the file server releases it.
     """
     deadline = time.monotonic() + seconds
     while (logdir / LOCK).exists() and time.monotonic() < deadline:
@@ -158,7 +158,7 @@ def wait_until_free(logdir: pathlib.Path, seconds: float) -> None:
         except NotImplementedError:
             return
         except LogdirInUse:
-            time.sleep(LOCK_SECONDS)  # Locks that others hold can only be asked for.
+            time.sleep(LOCK_SECONDS)  # The locks of others can only be polled.
 
 
 def _lock(logdir: pathlib.Path) -> int:
@@ -180,11 +180,12 @@ def _lock(logdir: pathlib.Path) -> int:
 
 
 @contextlib.contextmanager
-def kept_config(logdir: str) -> Iterator[None]:
-    """Keeps the configuration of a logdir that of its newest checkpoint.
+def preserve_config(logdir: str) -> Iterator[None]:
+    """Ensures that the configuration of a logdir fits its newest checkpoint.
 
-    A program that ends without a checkpoint of its own, since it could not continue the
-    run or has other business there, leaves the configuration as it found it.
+    A program that ends without a checkpoint of its own, because it could not continue
+    the run or does something else there, leaves the configuration as it found it. At
+    the end, this also releases all logdirs that the process has claimed.
     """
     config, manifest = (pathlib.Path(logdir, x) for x in (FILENAME, MANIFEST))
     before, saved = _read(config), _read(manifest)
@@ -195,7 +196,7 @@ def kept_config(logdir: str) -> Iterator[None]:
             os.close(_claimed.popitem()[1])
         same = _read(manifest) == saved
         if before and saved and same and _read(config) != before:
-            # Here, because help and errors should not wait for the libraries behind it.
+            # Imported here, so that help and errors do not wait for its libraries.
             from embodied.checkpoint import write_file
 
             write_file(config.parent, FILENAME, before)

@@ -1,8 +1,8 @@
-"""Values that each key of the configuration may have, and which go together.
+"""Allowed values of the keys of the configuration, and combinations that cannot work.
 
 Any process. `configs.yaml` has the default, the explanation and the allowed values of
-each key in one place: this module reads them from there, and knows in code only the
-kinds of values and the combinations of keys that cannot work.
+each key in one place. This module reads them from there; its code defines only the
+kinds of values, and the combinations that cannot work.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 
 from embodied.envs import registry
 
-# Groups whose keys may have any name: arguments of environments, and losses of one's
-# own, whose scales are like the others'.
+# Groups whose keys may have any name: arguments of environments, and the scales of
+# losses, which include those of the user's own losses.
 OPEN_GROUPS = ("env.gym.kwargs.", "agent.loss_scales.")
 CONFIGS = pathlib.Path(__file__).parent.with_name("configs.yaml")
 
 Flat = dict[str, Any]  # Values by full key, such as 'run.envs'.
 
 ENV_SCRIPTS = ("parallel_env", "parallel_envs")  # Run on hosts that only step envs.
-# Of which a logdir has one at a time.
+# Programs of which a logdir can have one at a time.
 OWNING_SCRIPTS = (
     *("train", "train_eval", "rollout", "parallel", "parallel_agent"),
     *("import_checkpoint", "ray"),
 )
 
-# Which addresses a program shares with roles that were started elsewhere.
+# Addresses that a program shares with roles that were started elsewhere.
 SHARED_ADDRESSES = {
     "parallel_agent": ("actor_addr", "replay_addr", "logger_addr"),
     "parallel_env": ("actor_addr",),
@@ -56,8 +56,8 @@ class Rule:
     Attributes:
       allowed: completes the sentence "expected ...".
       accepts: tells whether a value, already of the key's type, is allowed.
-      names: the allowed values, where there are few.
-      word: the text that is allowed beside numbers.
+      names: the allowed values, if they can be listed.
+      word: the text that is allowed beside numbers, such as `auto`.
     """
 
     allowed: str
@@ -72,10 +72,10 @@ class Key:
 
     Attributes:
       name: the full key.
-      default: the default as it is written, empty for a group.
+      default: the default as written in `configs.yaml`; empty for a group.
       explanation: the comment.
-      rule: from the brackets at the end of the comment; None where any value of the
-        default's type will do.
+      rule: from the brackets at the end of the comment; None if any value of the
+        default's type is allowed.
     """
 
     name: str
@@ -114,7 +114,7 @@ def read_keys() -> dict[str, Key]:
 
 
 def parse_rule(text: str) -> Rule:
-    """Makes a rule of the text in the brackets of `configs.yaml`.
+    """Makes a rule from the text in the brackets of `configs.yaml`.
 
     Raises:
       ValueError: the text has none of the forms that the file explains.
@@ -180,7 +180,7 @@ def _one_of(names: tuple[str, ...]) -> Rule:
 
 
 def _matching(allowed: str, pattern: str) -> Rule:
-    """Text that a regular expression matches as a whole."""
+    """Makes a rule for text that a regular expression matches as a whole."""
     return Rule(allowed, lambda value: bool(re.fullmatch(pattern, value)))
 
 
@@ -258,7 +258,7 @@ def _default_lines() -> Iterator[str]:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns the known name that is most like `name`, or an empty string.
 
-    A name without its group, such as `envs`, is like the key that ends with it.
+    A name without its group, such as `envs`, finds the key that ends with it.
     """
     known = list(known)
     endings: dict[str, str] = {}
@@ -308,7 +308,7 @@ def _task(flat: Flat) -> Iterator[str]:
     if suite not in registry.SUITES and ":" not in task:
         near = nearest(suite, registry.SUITES)
         hint = f" Did you mean {near}_{name or 'NAME'}?" if near else ""
-        if re.search(r"-v\d+$", task):  # As ids of Gymnasium end.
+        if re.search(r"-v\d+$", task):  # Ids of Gymnasium end like this.
             hint = f" Did you mean gym_{task}?"
         yield (
             f"task: expected SUITE_NAME with one of the suites "
@@ -331,12 +331,12 @@ def _task(flat: Flat) -> Iterator[str]:
 
 
 def _evaluated(logdir: str) -> Iterator[str]:
-    """An evaluation that is given no checkpoint looks into its logdir."""
+    """Yields a sentence if the logdir of an evaluation has no checkpoints."""
     path = pathlib.Path(logdir).expanduser()
     if (path / "ckpt").is_dir():
         return
-    if "{timestamp}" in logdir:  # By default: nobody has named one.
-        found = "got none of it. Set --logdir"
+    if "{timestamp}" in logdir:  # The default: no logdir was given.
+        found = "but no logdir was given. Set --logdir"
     elif path.name == "ckpt" and path.is_dir():
         found = f"got {logdir}, a folder inside one. Set --logdir {path.parent}"
     elif path.is_dir():

@@ -1,7 +1,7 @@
 """The programs of `--script`: training in one process, all roles, or one role.
 
 In the main process. The roles are imported where they are used, so that help and errors
-come at once.
+appear at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dreamerv3.cli.factories import (
     make_stream,
 )
 from dreamerv3.cli.logdir import check_logdir, prepare_logdir
-from dreamerv3.view.beside import check_view, view_beside
+from dreamerv3.view.background_view import background_view, check_view
 from embodied.base import Agent, Env, TaskError
 from embodied.checkpoint import CheckpointError
 from embodied.clock import LocalClock
@@ -44,17 +44,17 @@ from embodied.run.collecting import Collector
 from embodied.run.console import STOPPING, stop_on_signals
 from embodied.run.training_run import Limit
 
-# Errors of roles whose message the command line shows as it is.
+# Errors of roles whose message the command line shows without a traceback.
 SHOWN = (ConfigError, CheckpointError, ReplayMemoryError, TaskError)
 
-# Where roles that are commands of their own listen.
+# Addresses at which roles that are commands of their own listen.
 SERVED_ADDRESSES = {
     "parallel_agent": "actor_addr",
     "parallel_replay": "replay_addr",
     "parallel_logger": "logger_addr",
 }
 
-Script = Callable[..., None]  # Of the configuration.
+Script = Callable[..., None]  # Takes the configuration.
 Make = Callable[..., Any]
 
 
@@ -72,7 +72,7 @@ class RunError(RuntimeError):
 
 
 def run_rollout(config: elements.Config) -> None:
-    """Steps the task's environments, and prints what was done and where it lies."""
+    """Steps the task's environments, and prints a summary and the files written."""
     with stop_on_signals(STOPPING) as stop:
         agent = _begin(config, "Stepping", "stops")
         with make_logger(config) as logger:
@@ -82,17 +82,17 @@ def run_rollout(config: elements.Config) -> None:
 
 
 def run_train(config: elements.Config, make: MakeEnv = make_env) -> None:
-    """Trains in this process, and prints what was done and where it lies."""
+    """Trains in this process, and prints a summary and the files written."""
     agent = _begin(config, "Training in", "saves and stops", env=make)
     replay, _, env, _, stream, logger = _factories(config, make)
     args = make_args(config)
-    with view_beside(config):
+    with background_view(config):
         result = train(lambda: agent, replay, env, stream, logger, args)
     print(texts.summary(config, result))
 
 
 def run_train_eval(config: elements.Config, make: MakeEnv = make_env) -> None:
-    """Trains and evaluates in this process, and prints what was done."""
+    """Trains and evaluates in this process, and prints a summary."""
     if not config.run.eval_envs:
         raise ConfigError(
             "run.eval_envs: expected at least 1 for --script train_eval, got 0. "
@@ -100,7 +100,7 @@ def run_train_eval(config: elements.Config, make: MakeEnv = make_env) -> None:
         )
     agent = _begin(config, "Training in", "saves and stops", env=make)
     factories = _factories(config, make)
-    with view_beside(config):
+    with background_view(config):
         result = train_eval(lambda: agent, *factories, make_args(config))
     print(texts.summary(config, result))
 
@@ -116,21 +116,21 @@ def run_eval_only(config: elements.Config) -> None:
 
 
 def run_import_checkpoint(config: elements.Config) -> None:
-    """Converts a checkpoint of the reference implementation, and prints what it had."""
+    """Converts a checkpoint of the reference implementation, and prints a report."""
     from dreamerv3.policies.reference import import_checkpoint
 
     print(import_checkpoint(config))
 
 
 def run_check(config: elements.Config) -> None:
-    """Steps an environment, and prints what would stop training."""
+    """Checks an environment by stepping it, and reports what would stop training."""
     from dreamerv3.cli import check
 
     check.run_check(config)
 
 
 def run_plot(config: elements.Config) -> None:
-    """Draws the learning curves of runs, and prints where."""
+    """Draws the learning curves of runs, and prints the path of the picture."""
     from dreamerv3 import plot
 
     given = [run for run in config.plot.runs if run != "none"]
@@ -158,20 +158,20 @@ def run_parallel(
     """Trains with all roles, on this machine unless some run elsewhere.
 
     Args:
-      config: of the run, which the logdir keeps.
+      config: configuration of the run, which is stored in the logdir.
       make: makes environments.
-      host: keys of the `run` block that hold for this start alone, such as addresses.
+      host: keys of the `run` block that apply to this start alone, such as addresses.
     """
     from embodied.run import parallel
 
     check_logdir(config)
     check_outputs(config)
-    # Before the logdir is claimed, which a task that cannot be made should not do.
+    # Before the logdir is claimed, so that an unusable task does not claim it.
     spaces = make_spaces(config, make)
     prepare_logdir(config)
     begin = time.monotonic()
     _announce(config, "Training in", "saves and stops")
-    with view_beside(config):
+    with background_view(config):
         parallel.combined(
             functools.partial(make_agent, config, spaces),
             *_factories(config, make),
@@ -187,7 +187,7 @@ def run_agent(config: elements.Config) -> None:
     spaces = make_spaces(config)
     prepare_logdir(config)
     make = functools.partial(make_agent, config, spaces)
-    with view_beside(config):
+    with background_view(config):
         parallel.parallel_agent(make, make_args(config))
 
 
@@ -256,7 +256,7 @@ def rollout(
     """Steps `args.envs` environments until `args.steps`, `args.duration` or `stop`.
 
     Args:
-      agent: whose policy acts, in train mode.
+      agent: agent whose policy acts, in train mode.
       make_env: makes the environment of an index; with `args.debug` in this process,
         else in a process for each.
       logger: gets every episode, and statistics every `args.log_every` seconds.
@@ -291,16 +291,16 @@ def rollout(
 
 
 class _NoReplay:
-    """Takes steps that nobody trains on."""
+    """Replay that discards all steps."""
 
     def add(self, step: Any, worker: int = 0) -> None:
-        """Forgets the step."""
+        """Discards the step."""
 
 
 def _factories(
     config: elements.Config, make: MakeEnv = make_env
 ) -> tuple[Make, Make, Make, Make, Make, Make]:
-    """Returns the factories of `combined` after the agent's, in its order."""
+    """Returns the factories that `combined` takes after the agent's, in that order."""
     return (
         functools.partial(make_replay, config, "replay"),
         functools.partial(make_replay, config, "replay_eval", "eval"),
@@ -321,9 +321,9 @@ def _begin(
     """Makes the agent, prepares the logdir and prints what is being done.
 
     Args:
-      config: of the program.
-      doing: for the line that is printed.
-      interrupt: what Ctrl-C does.
+      config: configuration of the program.
+      doing: first words of the line that is printed.
+      interrupt: what Ctrl-C does, for the same line.
       make: makes the agent from the configuration and spaces.
       env: makes the environments that have these spaces.
     """
@@ -332,15 +332,15 @@ def _begin(
             f"replicas: expected 1 for --script {config.script}, which runs on one "
             f"host, got {config.replicas}. For several, use --script parallel."
         )
-    # An evaluation within the logdir of a run leaves the configuration of the run.
+    # An evaluation in the logdir of a run does not replace the run's configuration.
     found = pathlib.Path(config.logdir, FILENAME).exists()
     writes = not (found and config.script == "eval_only")
-    # What is quick to check comes first, and weights last.
+    # Quick checks come first, and making the weights comes last.
     if writes:
         check_logdir(config)
     check_outputs(config)
     agent = make(config, make_spaces(config, env))
-    # Not before: what cannot be made should not claim the logdir.
+    # Only now, so that an agent that cannot be made does not claim the logdir.
     if writes:
         prepare_logdir(config)
     _announce(config, doing, interrupt)
@@ -356,13 +356,13 @@ def _announce(config: elements.Config, doing: str, interrupt: str) -> None:
 
 
 @contextlib.contextmanager
-def _clear_errors() -> Iterator[None]:
-    """Turns the errors of roles into errors that can be shown as they are.
+def _as_run_errors() -> Iterator[None]:
+    """Turns the errors of roles into errors whose message is all that users need.
 
     Raises:
       ConfigError: the arguments of a role do not fit together.
-      RunError: a role has failed, everything stands still, a key was refused, or
-        another replica is gone.
+      RunError: a role has failed, the run has stalled, a key was refused, or another
+        replica is lost.
     """
     from embodied.rpc import AuthError
     from embodied.run.parallel.observations import ObservationError
@@ -380,9 +380,9 @@ def _clear_errors() -> Iterator[None]:
             raise cause from error
         text, where = f"Worker {error.name!r} {error.reason}", error.traceback
         if error.role == "env":
-            where = texts.foreign_part(where)
+            where = texts.trim_traceback(where)
         text = texts.with_traceback(text, error.kind, where)
-        if error.kind in texts.MISTAKES:
+        if error.kind in texts.USAGE_ERRORS:
             raise ConfigError(text) from error
         raise RunError(text) from error
     except (RunStalled, AuthError) as error:
@@ -394,7 +394,7 @@ def _clear_errors() -> Iterator[None]:
 def _with_clear_errors(script: Script) -> Script:
     @functools.wraps(script)
     def run(config: elements.Config, *more: Any, **named: Any) -> None:
-        with _clear_errors():
+        with _as_run_errors():
             _check_address(config)
             script(config, *more, **named)
 
@@ -402,7 +402,7 @@ def _with_clear_errors(script: Script) -> Script:
 
 
 def _check_address(config: elements.Config) -> None:
-    """Raises an error if a role that starts by itself cannot listen where it should."""
+    """Raises an error if a role started on its own cannot listen at its address."""
     from embodied.run.parallel import wiring
 
     if config.script in SERVED_ADDRESSES:

@@ -1,9 +1,9 @@
-"""Tasks that name code, and who has named them: this user, or a folder. Any process.
+"""Tasks that name code, and proof that this user has chosen them. Any process.
 
-To make an environment of the task `my_env:MyEnv` is to import `my_env` and to call
-something in it. A folder that somebody gave away names its task, too, so such a task is
-taken from a folder only if this user has started the run: the logdir then has a proof
-that needs the user's own key, which never leaves the machine.
+Making an environment of the task `my_env:MyEnv` imports `my_env` and calls something in
+it. A folder from somebody else names its task, too, so such a task is taken from a
+folder only if this user has started the run. The logdir then has a proof that was made
+with the user's own key, which never leaves the machine.
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ _PURPOSE = b"this user has started a run of the task "
 
 
 def names_code(task: str) -> bool:
-    """Tells tasks that name a module, such as `module:Name`, from those of suites.
+    """Returns whether a task names a module to import, such as `module:Name`.
 
-    The suites `gym` and `dm` import what stands before a colon, too.
+    The suites `gym` and `dm` also import the part before a colon.
     """
     return ":" in task
 
 
 def sign_task(logdir: pathlib.Path, task: str) -> None:
-    """Leaves a proof in a logdir that this user has named its task.
+    """Writes a proof into a logdir that this user has chosen its task.
+
+    Writes nothing for a task that does not name code.
 
     Raises:
-      OSError, CheckpointError: it cannot be written.
+      OSError, CheckpointError: the proof cannot be written.
     """
     if not names_code(task):
         return
-    # Here, because help and errors should not wait for the libraries behind it.
+    # Imported here, so that help and errors do not wait for its libraries.
     from embodied.checkpoint import write_file
 
     if proof := _proof(task):
         write_file(logdir, PROOF, proof)
 
 
-def is_own(logdir: str | os.PathLike[str], task: str) -> bool:
-    """Checks the proof that this user has named the task of a logdir."""
+def started_by_user(logdir: str | os.PathLike[str], task: str) -> bool:
+    """Returns whether a logdir has the proof that this user has chosen its task."""
     with contextlib.suppress(OSError):
         found = pathlib.Path(logdir, PROOF).read_bytes()
         proof = _proof(task)
@@ -57,21 +59,21 @@ def find_task_problem(
     Nothing that the task names is imported.
 
     Args:
-      logdir: of the run that has the task.
-      task: as its configuration has it.
+      logdir: logdir of the run that has the task.
+      task: the task in its configuration.
       remedy: the argument that names the task; {task} is filled in.
     """
-    if not names_code(task) or is_own(logdir, task):
+    if not names_code(task) or started_by_user(logdir, task):
         return ""
     return (
         f"task: {logdir} is of task {task!r}, which names code that would be imported "
-        "and called, and it is not known that you have started that run on this "
+        "and called, and there is no proof that you have started that run on this "
         f"machine. If you trust this code, pass {remedy.format(task=task)}."
     )
 
 
 def _proof(task: str) -> bytes:
-    """Returns what only this user can compute; empty if there can be no key."""
+    """Returns a digest that only this user can compute; empty if there is no key."""
     from embodied.rpc import AuthError, Keys
 
     try:

@@ -23,19 +23,19 @@ from dreamerv3.cli.logdir import MANIFEST
 from embodied.driver import EnvError
 from embodied.envs.registry import PACKAGE
 from embodied.run import TrainResult
-from embodied.run.collecting import RECENT
+from embodied.run.collecting import RECENT_EPISODES
 
-# Types of errors that come from a wrong command line, rather than on the way.
-MISTAKES = (
+# Types of errors that a wrong command line causes, rather than an event in the run.
+USAGE_ERRORS = (
     *("UnknownTask", "MissingExtra", "UnusableEnv", "UnsupportedSpace"),
     *("ObservationError", "ReplayMemoryError", "ConfigError"),
 )
-CLEAR = (
-    *MISTAKES,
+NO_TRACEBACK = (
+    *USAGE_ERRORS,
     "SpaceError",
     "DiskTooSmallError",
     "StopTimeout",
-)  # Their message says all.
+)  # Errors whose message needs no traceback.
 
 _OURS = tuple(
     f"{path}/"
@@ -44,7 +44,8 @@ _OURS = tuple(
         pathlib.Path(dreamerv3.__file__).parent,
     )
 )
-_PASSED_ON = (*_OURS, contextlib.__file__)  # Whose frames only call or pass errors on.
+# Files whose frames only call other code or pass errors on.
+_PASSED_ON = (*_OURS, contextlib.__file__)
 _FRAME = r'  File "(?P<path>.*?)", line \d+.*\n(?:    .*\n|  \[.*\n)*'
 _FRAMES = re.compile(rf"(?:{_FRAME.replace('?P<path>', '?:')})+")
 
@@ -53,10 +54,10 @@ def summary(config: elements.Config, result: TrainResult) -> str:
     """Returns a summary of a program, and of the files in its logdir."""
     rate = result.steps / result.seconds if result.seconds else 0.0
     trains = config.script != "rollout"
-    few, mean = min(RECENT, result.episodes), result.mean_score
+    few, mean = min(RECENT_EPISODES, result.episodes), result.mean_score
     score = "" if mean is None else f", mean score of the last {few}: {mean:.3g}"
     trained = f" and {result.updates} updates" if trains else ""
-    # The step counts earlier calls, too.
+    # `result.step` includes earlier calls, `result.steps` does not.
     total = "" if result.step == result.steps else f", now at step {result.step}"
     line = (
         f"{result.steps} steps{trained} in {result.seconds:.1f} s "
@@ -77,17 +78,17 @@ def parallel_summary(config: elements.Config, seconds: float) -> str:
     if path.exists():
         rows = [json.loads(row) for row in path.read_text().splitlines()]
         scores = [row.get("episode/score") for row in rows]
-        # Without those that are not numbers, of rewards that are not.
+        # Scores are missing where rewards were not finite.
         scores = [score for score in scores if score is not None]
         if scores:
-            newest = scores[-RECENT:]
+            newest = scores[-RECENT_EPISODES:]
             mean = sum(newest) / len(newest)
             line += f", mean score of the last {len(newest)} episodes {mean:.3g}"
     return "\n".join([f"{line}.", *files(config, trained=True)])
 
 
 def files(config: elements.Config, trained: bool) -> list[str]:
-    """Returns a line for each kind of file that the logdir has."""
+    """Returns a line for each kind of file in the logdir."""
     logdir = pathlib.Path(config.logdir)
     known = {
         "config.yaml": "the configuration",
@@ -107,15 +108,15 @@ def files(config: elements.Config, trained: bool) -> list[str]:
     play = f"--script eval_only --logdir {logdir}"
     saved = [name for name in ("ckpt", "replay") if (logdir / name).exists()]
     lines.append(
-        f"  {', '.join(saved):<15} the policy and its training: the same command goes "
-        "on,"
+        f"  {', '.join(saved):<15} the policy and its training: the same command "
+        "continues,"
     )
     lines.append(f"{'':<18}and {play} plays it")
     return lines
 
 
 def package_version() -> str:
-    """Returns the version of the package; it has none where it is not installed."""
+    """Returns the version of the package, or a phrase if it is not installed."""
     try:
         return metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:
@@ -123,7 +124,7 @@ def package_version() -> str:
 
 
 def _tensorboard(logdir: str) -> str:
-    """Returns how to look at event files."""
+    """Returns the command that shows event files."""
     show = f"tensorboard --logdir {logdir}"
     if importlib.util.find_spec("tensorboard") is not None:
         return show
@@ -136,26 +137,26 @@ def env_failure(error: EnvError) -> str:
     if not where and error.__cause__ is not None:
         where = "".join(traceback.format_exception(error.__cause__))
     text = f"Env {error.index} {error.reason}"
-    return with_traceback(text, error.kind, foreign_part(where))
+    return with_traceback(text, error.kind, trim_traceback(where))
 
 
 def with_traceback(text: str, kind: str, where: str) -> str:
-    """Adds a traceback, unless there is none or the text says all.
+    """Adds a traceback, unless there is none or the text is clear without it.
 
     Args:
       text: what happened.
       kind: name of the error's type.
       where: the traceback.
     """
-    if kind in CLEAR or not where:
+    if kind in NO_TRACEBACK or not where:
         return text
     return f"{text}\n\n{textwrap.indent(where.rstrip(), '  ')}"
 
 
-def foreign_part(where: str) -> str:
-    """Returns a traceback without our frames above the first one of somebody else.
+def trim_traceback(where: str) -> str:
+    """Returns a traceback without this project's frames above the first foreign one.
 
-    One that has only ours remains as it is: the mistake is there.
+    A traceback with only this project's frames is kept, because the mistake is in them.
     """
     return _FRAMES.sub(_without_our_calls, where)
 

@@ -1,7 +1,7 @@
 """The Ray actor of a bundle: runs its program on the node that Ray has chosen.
 
-In a worker process of Ray. What the program prints goes to the file of this worker,
-where Ray's dashboard and the driver show it under the name of the bundle.
+In a worker process of Ray. The program's output goes to the log file of this worker;
+Ray's dashboard and the driver show it under the name of the bundle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from embodied.rpc import Keys
 from embodied.workers import Process
 
 THREADS = 4  # Of an actor: one runs the program while another one stops it.
-# Below the ports that systems choose for outgoing connections, of which Ray has many.
+# Below the ephemeral ports of outgoing connections, of which Ray has many.
 PORTS = range(20000, 32000)
 METRICS_SECONDS = 10.0
 
@@ -38,8 +38,8 @@ class Place:
       node: Ray's id of the node.
       host: name of the machine.
       address: IP address of the node.
-      ports: that nobody uses there, for the servers of a head.
-      sees_keys: whether the run's key file is there, and so the run's logdir.
+      ports: free ports of the node, for the servers of a head.
+      sees_keys: whether the node sees the run's key file, and thus the run's logdir.
     """
 
     node: str
@@ -52,7 +52,7 @@ class Place:
         return f"{self.host} ({self.address})"
 
     def at(self, port: int | None = None) -> str:
-        """Returns the address as it is connected to, of a port if one is given."""
+        """Returns the address to connect to, with the port if one is given."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return host if port is None else f"{host}:{port}"
 
@@ -63,7 +63,7 @@ class Outcome:
 
     Attributes:
       code: its exit code, or minus the signal that ended it.
-      problems: what it has printed of a failure.
+      problems: lines that it has printed about a failure.
     """
 
     code: int
@@ -84,7 +84,7 @@ class BundleActor:
         self._lock = threading.Lock()
         self._process: Process | None = None
         self._number = 0  # Of the start that is running.
-        self._stopped = 0  # The last start that is to stop.
+        self._stopped = 0  # Number of the last start that is to stop.
 
     def __repr__(self) -> str:
         return self._name  # Ray puts it before every line.
@@ -146,11 +146,11 @@ class BundleActor:
             return Outcome(code, tuple(problems))
         finally:
             with self._lock:
-                self._process = None  # Not freed while Ray ends this worker.
+                self._process = None  # Freed here, not while Ray ends this worker.
             os.close(report)
 
     def stop(self, number: int) -> None:
-        """Tells a start to save and leave; also one that is still to come."""
+        """Tells a start to save and leave, even if it has not begun yet."""
         with self._lock:
             self._stopped = max(self._stopped, number)
             process = self._process if self._number == number else None
@@ -159,7 +159,7 @@ class BundleActor:
 
     @contextlib.contextmanager
     def _metrics(self, process: Process) -> Iterator[None]:
-        """Tells Ray what the program uses, which Ray knows of this process alone."""
+        """Reports the program's usage to Ray, which only measures the actor itself."""
         left = threading.Event()
         arguments = (process.pid, self._name, left)
         thread = threading.Thread(target=_report_usage, args=arguments, daemon=True)
@@ -172,7 +172,7 @@ class BundleActor:
 
 
 def free_ports(address: str, count: int) -> tuple[int, ...]:
-    """Returns different ports of an address that nobody listens at."""
+    """Returns distinct ports of an address that are free at the moment."""
     found: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
         if len(found) == count:
@@ -193,7 +193,7 @@ def _report_usage(pid: int, name: str, left: threading.Event) -> None:
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(pid)
             family = [root, *root.children(recursive=True)]
-            # The use of cores is that since the last question to the same object.
+            # `cpu_percent` covers the time since the last call on the same object.
             known = {x.pid: known.get(x.pid, x) for x in family}
             for process in known.values():
                 with contextlib.suppress(psutil.Error, OSError):

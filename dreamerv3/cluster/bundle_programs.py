@@ -1,7 +1,7 @@
-"""The programs of bundles: those of the command line, for one start. Child processes.
+"""The programs of bundles, which run scripts of the command line. Child processes.
 
-Each is a process of its own below the actor of its bundle, since it has signals, roles
-and perhaps an accelerator of its own, and ends with the actor in any case.
+Each start of a program is a child process of the bundle's actor, because it has its own
+signals, roles and perhaps an accelerator. It always ends with the actor.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ BundleProgram = Callable[[elements.Config, Mapping[str, Any]], None]
 def run_head(
     config: elements.Config, host: Mapping[str, Any], patience: float = 0.0
 ) -> None:
-    """Runs agent, replay and logger, of one replica if there are several.
+    """Runs agent, replay and logger of a run, or of one of its replicas.
 
     Args:
       config: of the run.
       host: keys of its `run` block that hold for this start.
-      patience: seconds for which the logdir may still belong to a head that was lost.
+      patience: seconds for which a lost head may still hold the lock of the logdir.
     """
     from dreamerv3.cli.logdir import wait_until_free
     from dreamerv3.cli.scripts import SCRIPTS
@@ -63,7 +63,7 @@ def run_bundle(
       program: of the bundle.
       config: of the run.
       host: keys of its `run` block that hold for this start.
-      report: descriptor of a file that gets what is printed of a failure.
+      report: descriptor of a file for the lines that are printed about a failure.
     """
     from dreamerv3.main import exit_code, run_script
 
@@ -79,9 +79,9 @@ def run_bundle(
 
 
 def read_problems(report: int) -> list[str]:
-    """Returns what `run_bundle` has written."""
+    """Returns the lines about a failure that `run_bundle` has written."""
     content = os.pread(report, os.fstat(report).st_size, 0)
     try:
         return json.loads(content or b"[]")
-    except ValueError:  # Killed while it was written.
+    except ValueError:  # The program was killed while it wrote them.
         return []

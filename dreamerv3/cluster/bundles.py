@@ -1,7 +1,8 @@
 """Bundles of a run: which environments and resources go together. Driver.
 
-A bundle is what one node holds as a whole. A head bundle has agent, replay and logger,
-one for each replica; each env bundle has some environments of a replica.
+A bundle is the part of a run that one node holds as a whole. There is one head bundle
+for each replica, with agent, replay and logger; each env bundle has some environments
+of a replica.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class EnvBundle:
     """Environments that one node steps.
 
     Attributes:
-      offset: id of the first.
+      offset: id of the first environment.
       envs: how many train.
       eval_envs: how many evaluate; their ids follow.
-      resources: that they need.
-      replica: whose environments they are.
+      resources: all that they need together.
+      replica: index of the replica that they belong to.
       prefix: of the name, if there are several replicas.
     """
 
@@ -44,7 +45,7 @@ class EnvBundle:
 
     @property
     def name(self) -> str:
-        """Name in messages, in the dashboard and of the lines that it prints."""
+        """Name in messages, in the dashboard and before the lines that it prints."""
         last = self.offset + self.envs + self.eval_envs - 1
         ids = f"env {last}" if last == self.offset else f"envs {self.offset} to {last}"
         return f"{self.prefix}{ids}"
@@ -78,10 +79,11 @@ def make_env_bundles(config: elements.Config) -> list[EnvBundle]:
 
 
 def _split_envs(config: elements.Config) -> list[EnvBundle]:
-    """Distributes the environments of a replica over as few bundles as hold them.
+    """Distributes the environments of a replica over as few bundles as possible.
 
-    Every bundle has some that train, since a program needs one, and its share of those
-    that evaluate, so that the loss of a node does not end the evaluation.
+    Every bundle has at least one training environment, which its program needs, and its
+    share of the evaluation environments, so that the loss of a node does not end the
+    evaluation.
     """
     envs, eval_envs = config.run.envs, config.run.eval_envs
     most = config.ray.envs_per_bundle
@@ -92,7 +94,7 @@ def _split_envs(config: elements.Config) -> list[EnvBundle]:
     bundles: list[EnvBundle] = []
     offset = 0
     for index in range(count):
-        # The first ones have a training env more, the last ones one that evaluates.
+        # The first bundles get the spare training envs, the last the evaluation envs.
         train = envs // count + (index < envs % count)
         evaluate = eval_envs // count + (count - index <= eval_envs % count)
         total = train + evaluate
@@ -103,11 +105,12 @@ def _split_envs(config: elements.Config) -> list[EnvBundle]:
 
 
 def head_resources(config: elements.Config, cluster: Mapping[str, float]) -> Resources:
-    """Returns what the head bundle needs: as it is set, or the run's accelerators.
+    """Returns the head bundle's resources: as configured, or cores and accelerators.
 
     Args:
       config: of the run.
-      cluster: resources of all nodes together, which decide with `jax.platform auto`.
+      cluster: resources of all nodes together, which decide the kind of accelerator
+        if `jax.platform` is auto.
     """
     if tuple(config.ray.head_resources) != AUTO:
         return parse_resources(config.ray.head_resources)
@@ -121,7 +124,7 @@ def head_resources(config: elements.Config, cluster: Mapping[str, float]) -> Res
 
 
 def parse_resources(pairs: Iterable[str]) -> Resources:
-    """Returns amounts by name of texts such as CPU=2; checked by the configuration."""
+    """Parses texts such as CPU=2, which the configuration has already checked."""
     found: Resources = {}
     for pair in pairs:
         name, _, amount = pair.partition("=")
@@ -132,12 +135,12 @@ def parse_resources(pairs: Iterable[str]) -> Resources:
 def check_room(
     needed: Resources, nodes: Iterable[Mapping[str, float]], key: str, what: str
 ) -> None:
-    """Raises ConfigError if no node could hold a bundle even if it was empty.
+    """Raises ConfigError if no node could hold a bundle, even an empty one.
 
     Args:
       needed: resources of the bundle.
       nodes: all resources of each node.
-      key: that sets them.
+      key: configuration key that sets `needed`.
       what: the name of the bundle.
     """
     nodes = list(nodes)
@@ -167,7 +170,7 @@ def show_resources(resources: Mapping[str, float]) -> str:
 
 
 def actor_options(resources: Resources) -> dict[str, object]:
-    """Returns resources as options of a Ray actor, which has names for some of them."""
+    """Returns resources as options of a Ray actor, with its own names for some."""
     rest = dict(resources)
     cpus, gpus = rest.pop("CPU", 0.0), rest.pop("GPU", 0.0)
     return {"num_cpus": cpus, "num_gpus": gpus, "resources": rest}

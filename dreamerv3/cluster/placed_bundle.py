@@ -15,15 +15,15 @@ class Bundle:
 
     Attributes:
       name: of the bundle.
-      resources: that it needs.
+      resources: needed by the bundle.
       policy: how often it may be lost.
       actor: handle of the actor; None while there is none.
-      actors: how many were made so far.
-      place: where that is; None until Ray has placed it.
+      actors: how many actors were made so far.
+      place: where the actor is; None until Ray has placed it.
       number: of the last start of its program.
-      told: the last start that was told to stop.
-      running: whether that of `number` has not ended.
-      began: when.
+      told: number of the last start that was told to stop.
+      running: whether start `number` is running.
+      began: when the actor was made or, later, its program started.
     """
 
     def __init__(self, name: str, resources: Resources, restarts: int):
@@ -42,18 +42,22 @@ class Bundle:
 
     @property
     def title(self) -> str:
-        """The name, to begin a message with."""
+        """The name, capitalised to begin a message."""
         return self.name.capitalize()
 
-    def too_often(self, key: str) -> str:
-        """Returns the message for a bundle that was lost once too often, by the key."""
+    def limit_message(self, key: str) -> str:
+        """Returns the message for a bundle that was lost more often than `key` allows.
+
+        Args:
+          key: configuration key with the number of restarts.
+        """
         return (
             f"{self.title}: lost more than {self.policy.restarts} times within "
             f"{self.policy.window:g} s (--{key})."
         )
 
     def delay(self) -> float | None:
-        """Counts a loss; returns the seconds before the next start, None for none."""
+        """Counts a loss; returns the seconds until the next start, None to give up."""
         now, policy = time.monotonic(), self.policy
         self._losses = [x for x in self._losses if now - x < policy.window] + [now]
         if len(self._losses) > policy.restarts:
@@ -64,13 +68,13 @@ class Bundle:
 
 
 def explain_loss(reason: Any) -> str:
-    """Returns the part of an error of Ray that a person needs.
+    """Returns the part of a Ray error that a person needs.
 
     Args:
-      reason: an error, or a text that says it already.
+      reason: an error, or a text that explains the loss already.
     """
     if type(reason).__name__ == "ActorUnavailableError":
         return "its node or its process cannot be reached"
     lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
-    # The last one has the cause, the others where it was noticed.
+    # The last line has the cause, the others tell where it was noticed.
     return lines[-1].rstrip(".")[:500] if lines else type(reason).__name__

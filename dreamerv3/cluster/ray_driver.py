@@ -1,12 +1,12 @@
-"""The program `--script ray`: runs a run on the nodes of a cluster. Driver process.
+"""The program `--script ray`: trains on the nodes of a cluster. Driver process.
 
     head     agent, replay, logger; on a node with the run's accelerators
     envs     one bundle of environments each, spread over the nodes
 
-Ray decides where; this process decides what: it starts the head, tells the env bundles
-its address, starts again what is lost, and ends with the exit code of the head. With
-several replicas there is a head for each, on nodes of their own: they start together,
-and when one is lost, all start again.
+Ray decides where programs run; this process decides which: it starts the head, tells
+the env bundles its address, starts lost bundles again, and ends with the exit code of
+the head. With several replicas there is a head for each, on nodes of their own: they
+start together, and when one is lost, all start again.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from embodied.run.parallel.replicas import EXIT_START_AGAIN
 
 HEAD_PORTS = ("actor_addr", "logger_addr")  # Served to environments on other nodes.
 REPLICA_PORTS = 2  # Served to other heads by the first one: its clock, and JAX.
-# Seconds for the lock of a head that was lost: NFS servers give it up after 90.
+# Seconds to wait for the lock of a lost head: NFS servers release it after 90.
 LOCK_PATIENCE = 120.0
-ROOM_SECONDS = 10.0  # After which it is said that a bundle waits for room.
+ROOM_SECONDS = 10.0  # Until a message tells that a bundle waits for room.
 LEAVE_SECONDS = 15.0  # For env bundles to end after the head.
-REASON_SECONDS = 10.0  # For a head to say why it fails after others have left it.
+REASON_SECONDS = 10.0  # For a failed head to report why, after other heads have ended.
 
 log = logging.getLogger("embodied.cluster")
 
@@ -64,7 +64,7 @@ def run_ray(config: elements.Config) -> None:
       ConfigError: the cluster or the configuration cannot be used.
       RunError: the run has failed; with the exit code of the head.
     """
-    config = _with_whole_paths(config)
+    config = ray_session.with_absolute_paths(config)
     check_logdir(config)
     check_outputs(config)
     bundles = make_env_bundles(config)
@@ -79,27 +79,16 @@ def run_ray(config: elements.Config) -> None:
         with stop_on_signals(SAVING) as stop:
             outcome = ClusterRun(ray, config, found, needed, bundles).run(stop)
     if outcome.code:
-        reason = "\n".join(outcome.problems) or "The head says why, above."
+        reason = "\n".join(outcome.problems) or "The output of the head says why."
         raise RunError(reason, outcome.code)
-    log.info("Ended well after %.0f s: %s", time.monotonic() - begin, logdir)
-
-
-def _with_whole_paths(config: elements.Config) -> elements.Config:
-    """Returns the configuration with paths that mean the same in other folders."""
-    keys = [
-        "logdir",
-        *(key for key in ("run.keyfile", "run.from_checkpoint") if config.flat[key]),
-    ]
-    return config.update(
-        {key: os.path.abspath(os.path.expanduser(config.flat[key])) for key in keys}
-    )
+    log.info("Finished after %.0f s: %s", time.monotonic() - begin, logdir)
 
 
 class ClusterRun:
     """A run on a cluster, from the start of its head to the end of its bundles.
 
-    Everything happens in the thread that calls `run`. Threads of Ray, and one that
-    waits for the stop, only put what it is to do next into `_events`.
+    The thread that calls `run` does all the work. Ray's threads, and one that waits for
+    the stop, only put callbacks for it into `_events`.
 
     Args:
       ray: the module, connected.
@@ -130,7 +119,7 @@ class ClusterRun:
         self._group: Any = None  # Of the heads.
         self._addresses: list[dict[str, str]] = []  # Of the heads that are running.
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._timers: list[tuple[float, Callable[[], None]]] = []
         self._stopping = False
         self._failure: Outcome | None = None  # Of an env bundle that ends the run.
         self._outcome: Outcome | None = None
@@ -157,16 +146,16 @@ class ClusterRun:
         self._events.put(self._stop)
 
     def _step(self, until: float = math.inf) -> bool:
-        """Waits for the next event and handles it; False if `until` comes before."""
-        due = min((when for when, _ in self._later), default=math.inf)
+        """Waits for the next event and handles it; False if `until` passes first."""
+        due = min((when for when, _ in self._timers), default=math.inf)
         wait = min(due, until) - time.monotonic()
         try:
             # Longer waits than this overflow.
             event = self._events.get(timeout=max(0.0, min(wait, 3600.0)))
         except queue.Empty:
             now = time.monotonic()
-            ready = [item for item in self._later if item[0] <= now]
-            self._later = [item for item in self._later if item[0] > now]
+            ready = [item for item in self._timers if item[0] <= now]
+            self._timers = [item for item in self._timers if item[0] > now]
             for _, action in ready:
                 action()
             return now < until
@@ -174,12 +163,12 @@ class ClusterRun:
         return True
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
-        self._later.append((time.monotonic() + seconds, action))
+        self._timers.append((time.monotonic() + seconds, action))
 
     def _watch(self, ref: Any, bundle: Bundle, handle: Callable[..., None]) -> None:
-        """Has `handle(bundle, result, error)` called with what an actor returns.
+        """Has the loop call `handle(bundle, result, error)` once an actor answers.
 
-        Not if the bundle has another actor by then.
+        The answer is dropped if the bundle has another actor by then.
         """
         actor = bundle.actor
 
@@ -203,17 +192,17 @@ class ClusterRun:
             **actor_options(bundle.resources),
             scheduling_strategy=strategy,
             max_concurrency=THREADS,
-            max_restarts=0,  # It would lose its program; this process makes a new one.
-            # Unique, since the one before, or that of another run, may have its name.
+            max_restarts=0,  # Restarts lose the program; the driver makes a new actor.
+            # Unique, since a previous actor, or one of another run, may have the name.
             name=f"{bundle.name} {self._keys.digest[:8]} {bundle.actors}",
         ).remote(bundle.name)
         bundle.actor, bundle.place, bundle.running = actor, None, False
         bundle.began = time.monotonic()
-        self._after(ROOM_SECONDS, functools.partial(self._tell_wait, actor))
+        self._after(ROOM_SECONDS, functools.partial(self._log_waiting, actor))
         return actor
 
-    def _tell_wait(self, actor: Any) -> None:
-        """Says which bundle has waited for room since its actor was made."""
+    def _log_waiting(self, actor: Any) -> None:
+        """Logs which bundle has waited for room ever since `actor` was made."""
         for bundle in (*self._heads, *self._envs):
             if bundle.actor is actor and bundle.place is None and not self._stopping:
                 acting = sum(x.envs for b, x in self._envs.items() if b.running)
@@ -226,7 +215,7 @@ class ClusterRun:
                 )
 
     def _drop_actor(self, bundle: Bundle) -> None:
-        """Forgets an actor; one that is lost to this process may still be there."""
+        """Kills and forgets an actor; one that counts as lost may still be running."""
         if bundle.actor is not None:
             self._ray.kill(bundle.actor)
         bundle.actor, bundle.place, bundle.running = None, None, False
@@ -264,7 +253,7 @@ class ClusterRun:
     # Heads.
 
     def _start_heads(self) -> None:
-        """Asks for the nodes of all heads, which they get together."""
+        """Requests the nodes of all heads, which Ray grants together."""
         if self._stopping:
             return
         util = self._ray.util
@@ -303,7 +292,7 @@ class ClusterRun:
             self._run_heads()
 
     def _run_heads(self) -> None:
-        """Starts the programs of all heads, and those of env bundles."""
+        """Starts the programs of all heads and of the env bundles."""
         places = [head.place for head in self._heads if head.place is not None]
         self._addresses = [
             {key: place.at(port) for key, port in zip(HEAD_PORTS, place.ports)}
@@ -325,7 +314,12 @@ class ClusterRun:
                 self._run_envs(bundle)
 
     def _replica(self, index: int, first: Place) -> dict[str, Any]:
-        """Returns how a head finds the others; `first` is where the first one is."""
+        """Returns the flags by which a head finds the others.
+
+        Args:
+          index: of the replica.
+          first: place of the first head.
+        """
         if len(self._heads) == 1:
             return {}
         clock, coordinator = first.ports[len(HEAD_PORTS) :]
@@ -343,13 +337,13 @@ class ClusterRun:
         elif outcome.code == 0:
             self._head_ended_well(outcome)
         elif self._stopping and outcome.code == -signal.SIGTERM:
-            # It was told before it had begun: there was nothing to save.
+            # It was stopped before it had begun: there was nothing to save.
             self._head_ended_well(Outcome(0))
         elif outcome.code < 0:
             reason = f"its program was killed by signal {-outcome.code}"
             self._head_lost(head, reason)
         elif outcome.code == EXIT_START_AGAIN:
-            # Another one is gone, or has failed and says why.
+            # Another head is gone, or has failed and is about to report why.
             actor, reason = head.actor, " ".join(outcome.problems)
             again = functools.partial(self._left_by_others, head, actor, reason)
             self._after(REASON_SECONDS, again)
@@ -365,7 +359,7 @@ class ClusterRun:
             self._head_lost(head, reason)
 
     def _head_lost(self, head: Bundle, reason: Any) -> None:
-        """Starts all heads again on other nodes, or here if there is room."""
+        """Starts all heads again, on any nodes that have room for them."""
         self._addresses = []
         self._drop_heads()
         for bundle in self._envs:
@@ -374,13 +368,13 @@ class ClusterRun:
             self._finish(
                 1,
                 f"The {head.name} was lost before it was saved "
-                f"({explain_loss(reason)}). The checkpoint before stands.",
+                f"({explain_loss(reason)}). The previous checkpoint is still valid.",
             )
             return
         delay = head.delay()
         if delay is None:
             text = explain_loss(reason)
-            self._finish(1, f"{head.too_often('run.restarts.agent')} Last: {text}.")
+            self._finish(1, f"{head.limit_message('run.restarts.agent')} Last: {text}.")
             return
         what = "It is" if len(self._heads) == 1 else "All heads are"
         log.warning(
@@ -398,7 +392,7 @@ class ClusterRun:
     # Env bundles.
 
     def _start_envs(self, bundle: Bundle) -> None:
-        """Asks for an actor, which Ray makes as soon as there is room for it."""
+        """Requests an actor, which Ray makes as soon as there is room for it."""
         if self._stopping or bundle.actor is not None:
             return
         actor = self._make_actor(bundle, "SPREAD")
@@ -428,9 +422,10 @@ class ClusterRun:
         if error is not None:
             self._envs_lost(bundle, error)
         elif bundle.told == bundle.number:
-            self._run_envs(bundle)  # If there is a new head by now; else that does it.
+            # If there is a new head by now; otherwise `_run_heads` does so later.
+            self._run_envs(bundle)
         elif outcome.code == 0:
-            # It has heard that the run is over, which this process hears next.
+            # The bundle has heard that the run is over; this process is about to.
             self._after(ROOM_SECONDS, functools.partial(self._run_envs, bundle))
         else:
             self._envs_failed(bundle, outcome)
@@ -442,10 +437,10 @@ class ClusterRun:
         delay = bundle.delay()
         text = explain_loss(reason)
         if delay is None:
-            self._give_up(Outcome(1, (bundle.too_often("run.restarts.env"), text)))
+            self._give_up(Outcome(1, (bundle.limit_message("run.restarts.env"), text)))
             return
         log.warning(
-            "%s: lost (%s). They start again where there is room; the run goes on "
+            "%s: lost (%s). They restart on any node with room; the run continues "
             "without them.",
             *(bundle.title, text),
         )
@@ -454,7 +449,7 @@ class ClusterRun:
     def _envs_failed(self, bundle: Bundle, outcome: Outcome) -> None:
         delay = bundle.delay()
         if delay is None:
-            why = bundle.too_often("run.restarts.env")
+            why = bundle.limit_message("run.restarts.env")
             self._give_up(Outcome(outcome.code, (why, *outcome.problems)))
             return
         why = " ".join(outcome.problems) or f"exit code {outcome.code}"
@@ -462,8 +457,8 @@ class ClusterRun:
         self._after(delay, functools.partial(self._run_envs, bundle))
 
     def _give_up(self, failure: Outcome) -> None:
-        """Ends the run, saved, for environments that cannot be stepped."""
-        log.warning("%s Saving before the end ...", failure.problems[0])
+        """Saves and ends the run because environments cannot be stepped."""
+        log.warning("%s Saving, then stopping ...", failure.problems[0])
         self._failure = failure
         self._stop()
 
@@ -483,7 +478,7 @@ class ClusterRun:
         self._outcome = self._failure or Outcome(code, (problem,))
 
     def _leave(self) -> None:
-        """Lets the programs of env bundles end, for a while."""
+        """Tells the programs of env bundles to end, and gives them some seconds."""
         self._stopping = True
         for bundle in self._envs:
             self._stop_program(bundle)

@@ -25,20 +25,20 @@ from dreamerv3.cluster.run_keys import RunKeys, digest
 from embodied.envs.registry import PACKAGE
 
 ADDRESS = "RAY_ADDRESS"
-PROBE_SECONDS = 60.0  # For a node to say what it sees.
+PROBE_SECONDS = 60.0  # For a node to report whether it sees the key file.
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for programs that were submitted.
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 STOP_WAIT_DEFAULT = 3.0  # Seconds.
 DEFAULTS = {
-    # Lines that differ in numbers alone, as those of a run's progress, are all shown.
+    # Shows all lines, also those that differ in numbers alone, such as progress lines.
     "RAY_DEDUP_LOGS": "0",
-    # Programs of ours report to nobody.
+    # Sends no usage statistics.
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-# Of a Ray that is started here, whose ports would run the code of who reaches them.
+# For a Ray that is started here, where anybody who reaches its ports could run code.
 LOCAL_DEFAULTS = {
     "RAY_AUTH_MODE": "token",
-    # Despite its name: on all systems, this keeps Ray at the loopback address.
+    # Despite its name, this keeps Ray at the loopback address on all systems.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 
@@ -47,11 +47,11 @@ log = logging.getLogger("embodied.cluster")
 
 @contextlib.contextmanager
 def connect(config: elements.Config, bundles: list[EnvBundle]) -> Iterator[Any]:
-    """Connects to a cluster, or starts Ray on this machine; ends that after the body.
+    """Connects to a cluster, or starts Ray on this machine, until the body ends.
 
     Args:
       config: of the run.
-      bundles: of environments, for which a Ray that is started here has room.
+      bundles: env bundles, for which a Ray that is started here makes room.
 
     Yields:
       The module `ray`.
@@ -76,7 +76,7 @@ def connect(config: elements.Config, bundles: list[EnvBundle]) -> Iterator[Any]:
     if not address:
         for name, value in LOCAL_DEFAULTS.items():
             os.environ.setdefault(name, value)
-    import ray  # After its settings, which it reads when it is imported.
+    import ray  # After the settings above, which Ray reads on import.
 
     options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
     if address:
@@ -100,11 +100,23 @@ def connect(config: elements.Config, bundles: list[EnvBundle]) -> Iterator[Any]:
         ray.shutdown()
 
 
+def with_absolute_paths(config: elements.Config) -> elements.Config:
+    """Returns the configuration with absolute paths, which all nodes can use."""
+    keys = [
+        "logdir",
+        *(key for key in ("run.keyfile", "run.from_checkpoint") if config.flat[key]),
+    ]
+    return config.update(
+        {key: os.path.abspath(os.path.expanduser(config.flat[key])) for key in keys}
+    )
+
+
 def local_room(config: elements.Config, bundles: list[EnvBundle]) -> dict[str, Any]:
     """Returns options for a Ray on this machine that has room for the whole run.
 
-    Its cores are a matter of counting: as with --script parallel, the run takes what
-    there is. Accelerators are those that Ray finds.
+    Ray counts cores but reserves none, so more may be declared than exist: as with
+    --script parallel, the run shares what the machine has. Accelerators are those that
+    Ray finds.
     """
     total: Resources = {"CPU": float(len(os.sched_getaffinity(0)))}
     needs = [head_resources(config, {}), *(bundle.resources for bundle in bundles)]
@@ -123,12 +135,12 @@ def find_nodes(ray: Any) -> dict[str, dict[str, Any]]:
 def check_nodes(
     ray: Any, config: elements.Config, keys: RunKeys, needed: Resources
 ) -> None:
-    """Looks whether a head that is lost could go on, and says what could not.
+    """Checks whether a lost head could go on elsewhere, and warns if it could not.
 
     Args:
       ray: the module.
       config: of the run.
-      keys: of the run, whose file shows who has the same logdir.
+      keys: of the run, whose file shows which nodes have the same logdir.
       needed: resources of the head.
 
     Raises:
@@ -160,8 +172,7 @@ def check_nodes(
     shown = show_resources(needed)
     if len(able) < config.replicas:
         log.warning(
-            "Nodes that can hold %s: %d of the %d that are needed. The run waits for "
-            "others.",
+            "Nodes that can hold %s: %d of %d needed. The run waits for more nodes.",
             *(shown, len(able), config.replicas),
         )
     elif blind:
@@ -182,7 +193,7 @@ def check_job_stop(seconds: float) -> None:
     """Warns if `ray job stop` would kill this driver before the run is saved.
 
     Args:
-      seconds: that a save may take without progress.
+      seconds: how long a save may take without progress.
     """
     wait = float(os.environ.get(STOP_WAIT, STOP_WAIT_DEFAULT))
     if JOB in os.environ and wait < seconds:
@@ -194,7 +205,7 @@ def check_job_stop(seconds: float) -> None:
 
 
 def _nodes_that_see(ray: Any, keys: RunKeys, nodes: list[str]) -> set[str]:
-    """Returns the nodes where the key file is the driver's."""
+    """Returns the nodes that see the driver's key file."""
     pin = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     probe = ray.remote(num_cpus=0)(digest)
     asked = {
@@ -206,10 +217,10 @@ def _nodes_that_see(ray: Any, keys: RunKeys, nodes: list[str]) -> set[str]:
     )
     if late:
         names = ", ".join(asked[ref][:8] for ref in late)
-        log.warning("Nodes %s did not say what they see.", names)
+        log.warning("Nodes %s did not report whether they see the logdir.", names)
     found = set()
     for ref in ready:
-        with contextlib.suppress(ray.exceptions.RayError):  # It was just lost.
+        with contextlib.suppress(ray.exceptions.RayError):  # The node is lost by now.
             if ray.get(ref) == keys.digest:
                 found.add(asked[ref])
     return found

@@ -1,7 +1,7 @@
 """Keys of a run on a cluster: made by the driver, kept off the network. Any process.
 
-The key file lies in the logdir, for this user alone, and nodes that see it read it
-there. That a node sees it also shows that it has the same logdir as the driver.
+The key file lies in the logdir, readable by this user alone, and nodes that see it
+read it there. A node that sees it also has the same logdir as the driver.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RunKeys:
       path: of the key file.
       digest: of its content.
       keys: for nodes that do not see the file.
-      sent: whether they may travel through Ray.
+      sent: whether the keys may be sent through Ray.
     """
 
     path: str
@@ -47,7 +47,7 @@ class RunKeys:
           logdir: of the run.
 
         Raises:
-          ConfigError: the network could read them.
+          ConfigError: the keys would cross the network in the clear.
         """
         if sees:
             return None
@@ -57,7 +57,7 @@ class RunKeys:
             f"logdir: expected a folder that all nodes share, got {logdir}, which "
             f"{node} does not see: the keys of the run would cross the network in the "
             "clear. Mount the folder there, switch on Ray's TLS (RAY_USE_TLS=1), or "
-            "say that nobody else is in the network: --ray.trusted_network True."
+            "declare the network trusted: --ray.trusted_network True."
         )
 
 
@@ -65,13 +65,13 @@ class RunKeys:
 def make_keys(
     logdir: pathlib.Path, keyfile: str, trusted: bool, environ: Mapping[str, str]
 ) -> Iterator[RunKeys]:
-    """Makes the keys of a run; their file goes after the body.
+    """Makes the keys of a run and removes their file after the body.
 
     Args:
       logdir: of the run.
-      keyfile: of the user, to be used instead; may be empty.
+      keyfile: key file of the user, which is used instead and kept; may be empty.
       trusted: whether the user trusts the network.
-      environ: of the process, which says whether Ray encrypts.
+      environ: environment variables, which tell whether Ray encrypts.
     """
     path = pathlib.Path(keyfile)
     if not keyfile:
@@ -87,7 +87,7 @@ def make_keys(
 
 
 def digest(path: str | os.PathLike[str]) -> str:
-    """Returns the digest of a file; empty if there is none that can be read."""
+    """Returns the digest of a file, or an empty text if it cannot be read."""
     try:
         return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
     except OSError:
@@ -95,7 +95,7 @@ def digest(path: str | os.PathLike[str]) -> str:
 
 
 def remove_keyfiles(logdir: pathlib.Path) -> None:
-    """Removes the key files of a logdir, which must belong to no run by now."""
+    """Removes the key files of a logdir, which no run may be using any more."""
     for path in logdir.glob(PATTERN):
         path.unlink(missing_ok=True)
 
@@ -105,7 +105,7 @@ def private_keyfile(keys: Keys | None, path: str) -> Iterator[str]:
     """Yields the path of a key file for this process and its descendants.
 
     Args:
-      keys: that were sent to this node; None if it sees the key file.
+      keys: the keys that were sent to this node; None if it sees the key file.
       path: of that file.
     """
     if keys is None:

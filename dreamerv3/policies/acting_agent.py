@@ -47,14 +47,14 @@ def on_one_device(config: elements.Config, platform: str) -> elements.Config:
 class ActingAgent(Agent):
     """Acts like the agent that it is loaded from, with a third of its memory or less.
 
-    It has the methods that collecting needs: `load`, `init_policy` and `policy`. The
-    weights of encoder, dynamics and policy are all that lies on the device.
+    It has the methods that collecting needs: `load`, `init_policy` and `policy`. Only
+    the weights of encoder, dynamics and policy are on the device.
 
     Args:
-      obs_space: as of the agent that was saved.
-      act_space: as of that agent.
+      obs_space: observation space of the saved agent.
+      act_space: action space of the saved agent.
       config: the whole configuration of its run.
-      seed: of actions; with that of the agent, they are the same.
+      seed: seed of the actions; with the seed of the saved agent, it acts the same.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class ActingAgent(Agent):
     ):
         given = config["jax"]
         backend = set_up_devices(config)
-        # Without context, the policy returns nothing for a replay. Losses, of one's
-        # own perhaps, are not needed.
+        # Without context, the policy returns no latents for a replay. `_no_losses` lets
+        # the configuration have scales of extra losses, which acting does not need.
         algorithm = make_algorithm(
             *(obs_space, act_space, {**config, "replay_context": 0}, backend),
             extra_losses=_no_losses,
@@ -78,7 +78,7 @@ class ActingAgent(Agent):
         self._leaves = {flat_name(path): leaf for path, leaf in paths}
         self._shardings = jax.tree.leaves(self._layout.weights(params))
         self._parameters = Parameters(lambda leaves: leaves, wait=True)
-        # The seeds of the whole agent, for the same actions.
+        # The seeds of the full agent, for the same actions.
         seeds = (seed, jax.process_index())
         self._runner = PolicyRunner(
             algorithm, self._layout, params, self._parameters, seeds
@@ -86,12 +86,12 @@ class ActingAgent(Agent):
         self._loaded = False
 
     def load(self, data: Tree, regex: str | None = None) -> None:
-        """Takes the weights that acting needs from what an agent's `save` returned.
+        """Loads the weights that acting needs from the result of an agent's `save`.
 
         Args:
           data: from `save`.
-          regex: load only what it matches the beginning of the flat name of; other
-            weights are random.
+          regex: load only weights whose flat name begins with a match; the others are
+            random.
 
         Raises:
           ValueError: weights are missing or have other shapes, or nothing matches.
@@ -110,7 +110,7 @@ class ActingAgent(Agent):
         return tuple(self._algorithm.observations)
 
     def params(self, data: Tree) -> Tree:
-        """Returns the networks of acting with the weights of a saved agent.
+        """Returns the networks that acting needs, with the weights of a saved agent.
 
         Errors are those of `load`.
         """
@@ -146,7 +146,7 @@ class ActingAgent(Agent):
         """Chooses actions [B, ...]; the carry stays on the device.
 
         Raises:
-          RuntimeError: nothing was loaded yet.
+          RuntimeError: no weights were loaded yet.
         """
         if not self._loaded:
             raise RuntimeError(

@@ -4,9 +4,9 @@
     config.json          task, step, spaces and the whole configuration
     config.yaml          the configuration as in a logdir
     README.md            the model card: score, interval, how to use it
-    replay.mp4           an episode, or replay.gif; if the run was evaluated
+    replay.mp4           an episode, or replay.gif; only if the run was evaluated
 
-`dreamerv3.load` takes such a folder like a logdir.
+`dreamerv3.load` reads such a folder like a logdir.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ def write_hub(
     spaces: Tree,
     config: Mapping[str, Any],
 ) -> None:
-    """Writes the folder.
+    """Writes the files of a policy into a folder.
 
     Args:
-      folder: exists, and is empty.
+      folder: an existing, empty folder.
       saved: the agent's checkpoint.
-      weights: by flat name.
+      weights: weights by flat name.
       spaces: `obs` and `act`, from `spaces_to_tree`.
-      config: of the run.
+      config: configuration of the run.
     """
     shutil.copy(saved.logdir / FILENAME, folder / FILENAME)
     arrays = {name: np.ascontiguousarray(value) for name, value in weights.items()}
@@ -130,7 +130,7 @@ def is_hub(path: str | os.PathLike[str]) -> bool:
 
 
 def read_hub(path: str | os.PathLike[str]) -> SavedAgent:
-    """Reads the agent of such a folder.
+    """Reads the agent from a folder that `write_hub` has written.
 
     Raises:
       CheckpointError: a file is damaged.
@@ -150,7 +150,7 @@ def read_hub(path: str | os.PathLike[str]) -> SavedAgent:
 
 
 def _newest_result(saved: SavedAgent) -> dict[str, Any] | None:
-    """Returns the evaluation of this step, else the newest of the run."""
+    """Returns the evaluation of the saved step, else the one of the latest step."""
     folder = pathlib.Path(saved.logdir, EVAL)
     found = sorted(
         (path for path in folder.glob("*.json") if path.stem.isdigit()),
@@ -162,7 +162,7 @@ def _newest_result(saved: SavedAgent) -> dict[str, Any] | None:
 def _copy_video(
     logdir: pathlib.Path, result: Mapping[str, Any] | None, folder: pathlib.Path
 ) -> str:
-    """Copies the first video of a result; returns what the card says of it."""
+    """Copies the first video of a result; returns the text on it for the card."""
     for name in (result or {}).get("videos", []):
         source = pathlib.Path(logdir, name)
         if source.suffix in VIDEOS and source.is_file():
@@ -205,7 +205,7 @@ def _listed(spaces: Mapping[str, Any]) -> str:
 
 
 def to_json(tree: Any) -> Any:
-    """Returns a tree as JSON has it, infinite numbers as text."""
+    """Converts a tree to JSON values, with infinite numbers as text."""
     if isinstance(tree, Mapping):
         return {key: to_json(value) for key, value in tree.items()}
     if isinstance(tree, np.ndarray | np.generic):
@@ -225,6 +225,6 @@ def _from_json(tree: Any) -> Any:
 
 def _space_from_json(space: dict[str, Any]) -> dict[str, Any]:
     floats = np.dtype(space["dtype"]).kind == "f"
-    dtype = np.float64 if floats else None  # Texts such as inf are numbers, too.
+    dtype = np.float64 if floats else None  # Also converts texts such as inf.
     bounds = {name: np.asarray(space[name], dtype) for name in ("low", "high")}
     return {**space, **bounds, "shape": tuple(space["shape"])}

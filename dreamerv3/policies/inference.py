@@ -1,4 +1,4 @@
-"""The policy of a run, to act with. Any process; it has JAX from `load` on.
+"""The policy of a run, to act with. Any process; `load` imports JAX.
 
 policy = dreamerv3.load('logdir/run')
 obs = env.step(reset)
@@ -27,6 +27,7 @@ from embodied.checkpoint import CheckpointError
 from embodied.envs.keys import SIGNALS
 from embodied.run.saving import SavedAgent, read_agent
 from embodied.space import Space
+from embodied.wrappers.batch_wrappers import ActionSpaces
 from embodied.wrappers.checking import brief
 
 MODES = ("eval", "train")
@@ -50,30 +51,31 @@ def load(
     optimiser.
 
     Args:
-      path: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it, or what
-        `dreamerv3.export` wrote. The run's `config.yaml` has to lie in its logdir.
+      path: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it, or a
+        folder from `dreamerv3.export` of format `policy` or `hub`. The run's
+        `config.yaml` must be in its logdir.
       mode: `eval` or `train`, which differ only with `agent.eval_mode mode`.
       batch: number of environments to act in at once; by default a single one, whose
         observations and actions have no batch axis.
-      platform: `cpu`, `cuda`, `tpu`, or `auto` for the accelerator where there is
-        one. JAX must not have been used with another before.
+      platform: `cpu`, `cuda`, `tpu`, or `auto` for the accelerator if there is one.
+        JAX must not have been used with another platform before.
       sample: sample actions, or take the most likely ones; by default as `mode` and
         the run's `agent.eval_mode` say.
       seed: of sampled actions.
-      act_space: spaces of an environment without our wrappers, such as the
-        `action_space` of Gymnasium by key. Continuous actions are scaled to their
-        bounds. By default they are as the wrapped environment takes them, in [-1, 1].
-      task: of the run. It is needed only where it names code, as `module:Name` does,
-        the checkpoint has no spaces, so that the environment has to be made, and it
-        was not you who started the run.
+      act_space: action spaces by key of an environment without wrappers, such as the
+        `action_space` of Gymnasium. Continuous actions are scaled to their bounds. By
+        default they are in [-1, 1], as the wrapped environment takes them.
+      task: task of the run. It is needed only if it names code, as `module:Name` does,
+        this user has not started the run on this machine, and the checkpoint has no
+        spaces, so that the environment has to be made.
       spaces: of observations and actions, for a checkpoint that has none, such as that
         of a random agent; by default those of the run's task.
 
     Raises:
-      CheckpointError: there is no whole checkpoint, or it does not fit its config.
+      CheckpointError: there is no complete checkpoint, or it does not fit its config.
       ConfigError: there is no config, it cannot be used, or its task is not trusted.
       SetupError: there is no device of the platform.
-      ValueError: an argument that cannot be used.
+      ValueError: an argument cannot be used.
     """
     if mode not in MODES:
         raise ValueError(f"load expected mode {' or '.join(MODES)}, got {mode!r}.")
@@ -99,13 +101,13 @@ def load(
 class LoadedPolicy:
     """Chooses actions for the environments of one thread.
 
-    It remembers what it has seen in the episode: call `reset` when one begins.
+    It carries a recurrent state through each episode: call `reset` when one begins.
 
     Attributes:
-      obs_space: what `act` needs of an observation, by key.
-      act_space: what it returns, by key.
-      step: of the run at which the agent was saved.
-      logdir: of that run.
+      obs_space: spaces of the observations that `act` needs, by key.
+      act_space: spaces of the actions that `act` returns, by key.
+      step: step of the run at which the agent was saved.
+      logdir: logdir of that run.
     """
 
     def __init__(
@@ -129,14 +131,14 @@ class LoadedPolicy:
         self._converter = converter
         self._mode = mode
         self._batch = batch
-        self._first = np.ones(batch or 1, bool)  # Episodes that begin with `act`.
+        self._first = np.ones(batch or 1, bool)  # Rows whose episode begins.
         self._carry = agent.init_policy(batch or 1)
 
     def reset(self, rows: Any = None) -> None:
         """Begins new episodes with the next observation.
 
         Args:
-          rows: of a batch, those whose episodes begin: a mask [B] or indices. By
+          rows: rows of a batch whose episodes begin, as a mask [B] or indices. By
             default all.
         """
         if rows is None:
@@ -159,15 +161,15 @@ class LoadedPolicy:
 
         Args:
           obs: a value for each key of `obs_space`, with a batch axis if `load` was
-            given a number of environments. Of the others only `is_first` is read, if
-            it is there: an episode begins where it is set, or after `reset`.
+            given a number of environments. Of other keys only `is_first` is read, if
+            given: an episode begins where it is set, or after `reset`.
 
         Returns:
           A value for each key of `act_space`: an array, or a NumPy scalar where its
           shape is empty. Continuous ones are within bounds.
 
         Raises:
-          ValueError: it is no dict, a key is missing, or its value does not fit its
+          ValueError: `obs` is not a dict, a key is missing, or a value does not fit its
             space.
         """
         if not isinstance(obs, Mapping):
@@ -193,7 +195,7 @@ class LoadedPolicy:
         return self._actions(actions)
 
     def _value(self, key: str, value: Any, space: Space) -> np.ndarray:
-        """Returns a value of the whole batch, if it fits its space."""
+        """Returns a value as an array [B, ...]; raises unless it fits its space."""
         array = np.asarray(value)
         lead = () if self._batch is None else (self._batch,)
         expected = f"{space.dtype} of shape {(*lead, *space.shape)}"
@@ -205,7 +207,7 @@ class LoadedPolicy:
             low, high = space.limits
             inside = (low <= cast) & (cast <= high)
             if space.dtype.kind == "i":
-                inside |= cast == -1  # Missing.
+                inside |= cast == -1  # Stands for missing.
             if not (np.array_equal(cast, array) and inside.all()):
                 raise ValueError(
                     f"act expected {key!r} as {expected} within {low.min()} to "
@@ -214,7 +216,7 @@ class LoadedPolicy:
         return cast if lead else cast[None]
 
     def _actions(self, actions: Mapping[str, Array]) -> dict[str, Array]:
-        """Actions as the environment takes them."""
+        """Clips and converts actions to those that the environment takes."""
         clipped = {
             # Policies sample without bounds; wrapped environments would clip, too.
             key: np.clip(x, self._clip[key].low, self._clip[key].high).astype(x.dtype)
@@ -235,16 +237,17 @@ def agent_spaces(
     task: str | None = None,
     known: tuple[Spaces, Spaces] | None = None,
 ) -> tuple[Spaces, Spaces]:
-    """Returns the spaces of an agent: from its checkpoint, as known, or of its task.
+    """Returns an agent's spaces: from its checkpoint, else `known`, else of its task.
 
     Args:
-      config: of the run.
+      config: configuration of the run.
       saved: its agent.
-      task: as the user has given it, if so.
+      task: task that the user has given, if any.
       known: spaces of the environment, if the caller has them.
 
     Raises:
-      ConfigError: the task of the run names code that nobody here has asked for.
+      ConfigError: the run's task names code, and this user has neither started the run
+        nor given the task.
     """
     found: Tree = saved.data.get("spaces")
     if found is not None:
@@ -261,8 +264,8 @@ def agent_spaces(
 
 
 @contextlib.contextmanager
-def must_fit(saved: SavedAgent) -> Iterator[None]:
-    """Names the checkpoint whose weights an agent refuses."""
+def checkpoint_errors(saved: SavedAgent) -> Iterator[None]:
+    """Turns a ValueError about weights into an error that names the checkpoint."""
     try:
         yield
     except ValueError as error:
@@ -284,23 +287,23 @@ def _make_agent(
         from embodied.random_agent import RandomAgent
 
         return RandomAgent(obs_space, act_space, seed=seed)
-    # Here, for random agents to need no JAX.
+    # Imported here, because random agents do not need JAX.
     from dreamerv3.policies.acting_agent import ActingAgent, on_one_device
 
     config = on_one_device(config, platform)
     agent = ActingAgent(obs_space, act_space, config, seed=seed)
-    with must_fit(saved):
+    with checkpoint_errors(saved):
         agent.load(saved.data)
     return agent
 
 
 class ActionConverter:
-    """Converts actions as our wrappers of environments do.
+    """Converts actions as the wrappers of environments do.
 
     Args:
-      inner: spaces of the agent.
-      outer: spaces of the environment without wrappers. Those of discrete actions may
-        be left out.
+      inner: action spaces of the agent.
+      outer: action spaces of the environment without wrappers. Those of discrete
+        actions may be left out.
 
     Raises:
       ValueError: a continuous action has no space, or a space does not fit.
@@ -342,7 +345,7 @@ class ActionConverter:
 
 
 def _check_spaces(inner: Spaces, outer: Mapping[str, Any]) -> None:
-    """Raises an error if spaces are not those of the actions of an agent."""
+    """Raises ValueError if spaces of an environment do not fit those of an agent."""
     if not isinstance(outer, Mapping):
         example = f"{{{next(iter(inner))!r}: env.action_space}}"
         raise ValueError(
@@ -392,21 +395,8 @@ def _continuous(key: str, space: Any) -> Space:
     return found
 
 
-class _Echo(Env):
-    """Returns actions as observations, to see what wrappers make of them."""
-
-    def __init__(self, act_space: Spaces):
-        self._act_space = act_space
-
-    @property
-    def obs_space(self) -> Spaces:
-        """None, so that nothing is done to what is returned."""
-        return {}
-
-    @property
-    def act_space(self) -> Spaces:
-        """As given."""
-        return dict(self._act_space)
+class _Echo(ActionSpaces):
+    """Returns actions as observations, to get them as wrappers convert them."""
 
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
         """Returns the action."""

@@ -1,13 +1,13 @@
-"""Reads pickles of arrays and plain values without running any code of theirs.
+"""Reads pickles of arrays and plain values without running their code.
 
 Any process. A pickle is a program; this reader runs only those that build dicts, lists,
 tuples, text, numbers and NumPy arrays, in three steps:
 
-1. All instructions are read, and each must be on a list. So are their sizes known to
-   be those of the file before anything is allocated.
+1. All instructions are read, and each must be on a list of allowed ones. This also
+   checks their sizes against the file before anything is allocated.
 2. They are run with stand-ins for the few functions of NumPy that arrays are pickled
    with. Stand-ins check and keep their arguments, and do nothing else.
-3. What came of it is turned into arrays, each of which must be as large as its data.
+3. The stand-ins are converted to arrays, each of which must be as large as its data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 
 from embodied.checkpoint import CheckpointError
 
-MOST_BYTES = 1 << 36  # Of a file; the largest agents need a tenth of that.
+MOST_BYTES = 1 << 36  # Per file; the largest agents need a tenth of that.
 MOST_INSTRUCTIONS = 5_000_000  # A checkpoint has about twenty for each array.
 MOST_DIMENSIONS = 32
 MOST_DEPTH = 100
@@ -58,7 +58,7 @@ class UnsafePickleError(CheckpointError):
 def read_pickle(path: str | os.PathLike[str]) -> Any:
     """Returns the content of a pickle: dicts with text as keys, lists, tuples, arrays.
 
-    Arrays cannot be written to.
+    Arrays are read-only.
 
     Raises:
       UnsafePickleError: it is damaged, too large, or holds anything else.
@@ -66,7 +66,7 @@ def read_pickle(path: str | os.PathLike[str]) -> Any:
     """
     path = Path(path)
     try:
-        # Opening a pipe would wait for a writer, so look at what it is first.
+        # Opening a pipe would wait for a writer, so the kind of file comes first.
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise CheckpointError(f"Expected a regular file at {path}.")
@@ -86,7 +86,7 @@ def read_pickle(path: str | os.PathLike[str]) -> Any:
 def loads(data: bytes) -> Any:
     """Returns the content of a pickle; see `read_pickle`."""
     with warnings.catch_warnings():
-        # It decodes the arguments of instructions that it refuses, too.
+        # The scan also decodes the arguments of instructions that it refuses.
         warnings.simplefilter("ignore", DeprecationWarning)
         instructions = _scan(data)
     try:
@@ -100,11 +100,11 @@ def loads(data: bytes) -> Any:
         raise UnsafePickleError(
             f"Expected a whole pickle, got one that cannot be read ({error})."
         ) from error
-    return _Finisher(len(data), instructions).finish(result)
+    return _ArrayBuilder(len(data), instructions).finish(result)
 
 
 def _scan(data: bytes) -> int:
-    """Counts instructions; raises unless every one is whole and on the list."""
+    """Counts instructions; raises unless every one is complete and allowed."""
     count, end = 0, -1
     try:
         instructions = enumerate(pickletools.genops(data))
@@ -114,7 +114,7 @@ def _scan(data: bytes) -> int:
                     f"Expected a pickle of arrays and plain values, got one with the "
                     f"instruction {code.name} at byte {position}. Nothing was run."
                 )
-            # The memo has a place for every index up to the largest.
+            # The memo allocates a place for every index up to the largest.
             sparse = code.name in _PUTS and int(argument or 0) > count
             if count >= MOST_INSTRUCTIONS or sparse:
                 raise UnsafePickleError(
@@ -126,8 +126,8 @@ def _scan(data: bytes) -> int:
         raise
     except (ValueError, OverflowError, MemoryError) as error:
         raise UnsafePickleError(
-            f"Expected a whole pickle, got {len(data)} bytes that are none, or not all "
-            f"of it ({error})."
+            f"Expected a whole pickle, got {len(data)} bytes that are not one, or only "
+            f"a part of it ({error})."
         ) from error
     if end + 1 != len(data):
         raise UnsafePickleError(
@@ -137,7 +137,7 @@ def _scan(data: bytes) -> int:
 
 
 class _StandIn:
-    """Has no attributes for a pickle to set; methods of subclasses are all there is."""
+    """Base of stand-ins, which have no attributes that a pickle could set."""
 
     __slots__ = ()
 
@@ -149,7 +149,7 @@ class _StandIn:
 
 
 class _Class(_StandIn):
-    """Stands for the class of arrays, which can only be named."""
+    """Stands for the class of arrays; a pickle can only refer to it."""
 
     __slots__ = ()
 
@@ -167,7 +167,7 @@ class _Function(_StandIn):
 
 
 class _Dtype(_StandIn):
-    """Stands for a dtype; the state has its byte order."""
+    """Stands for a dtype; its state sets the byte order."""
 
     __slots__ = ("_name", "_order")
 
@@ -210,7 +210,7 @@ class _Array(_StandIn):
         self.set(shape, dtype, "F" if fortran is True else "C", data)
 
     def set(self, shape: Any, dtype: Any, order: Any, data: Any) -> None:
-        """Takes what the array consists of, if it fits together."""
+        """Sets the contents of the array; raises unless they fit together."""
         if self._state is not None:
             raise UnsafePickleError("Expected one state for an array, got another.")
         if not isinstance(dtype, _Dtype):
@@ -262,8 +262,8 @@ def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
     return array
 
 
-# By module and name, of NumPy 1 and 2.
-_ADMITTED: dict[tuple[str, str], _StandIn] = {
+# Stand-ins by module and name, for NumPy 1 and 2.
+_ALLOWED: dict[tuple[str, str], _StandIn] = {
     ("numpy", "ndarray"): _NDARRAY,
     ("numpy", "dtype"): _Function(_Dtype),
     ("numpy._core.multiarray", "_reconstruct"): _Function(_reconstruct),
@@ -275,24 +275,24 @@ _ADMITTED: dict[tuple[str, str], _StandIn] = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Returns the stand-in of a name; nothing is ever imported."""
-        if (module, name) not in _ADMITTED:
+        """Returns the stand-in for a name; never imports anything."""
+        if (module, name) not in _ALLOWED:
             raise UnsafePickleError(
                 f"Expected a pickle of arrays and plain values, got one that asks for "
                 f"{module[:100]}.{name[:100]}. Nothing was run."
             )
-        return _ADMITTED[module, name]
+        return _ALLOWED[module, name]
 
 
-class _Finisher:
-    """Turns stand-ins into arrays, and refuses what is left of them.
+class _ArrayBuilder:
+    """Converts stand-ins to arrays, and refuses all other objects.
 
-    A pickle may name one value many times, and so unfold to more than the file. An
-    honest one has an instruction for each value.
+    A pickle may refer to one value many times, and so expand to more than the size of
+    the file. A regular one has at least one instruction for each value.
 
     Args:
-      most_bytes: of all arrays together.
-      most_values: of all kinds together.
+      most_bytes: limit of the bytes of all arrays together.
+      most_values: limit of the number of values of all kinds.
     """
 
     def __init__(self, most_bytes: int, most_values: int):
@@ -331,7 +331,7 @@ class _Finisher:
 
 
 def _brief(value: Any) -> str:
-    """Names a value; one that holds itself a million times has no short text."""
+    """Describes a value in a few words; the full text of nested ones could be huge."""
     if isinstance(value, str | bytes):
         return repr(value[:100])
     if isinstance(value, int | float | None):

@@ -3,11 +3,11 @@
 Inputs and outputs of a step are flat, and the same for every runtime:
 
     obs/KEY, obs/is_first      observations of a batch of environments, [B, ...]
-    carry/deter, carry/stoch   what it remembers of the episodes, zeros at first
+    carry/deter, carry/stoch   recurrent state of the episodes, zeros at first
     carry/action/KEY           the last actions as they were returned, zeros at first
     noise/state                [B, S, C] Gumbel noise of the states
     noise/action/KEY           Gumbel noise of discrete, normal of continuous actions
-    action/KEY                 returned: the actions; continuous ones are to be clipped
+    action/KEY                 returned: the actions; continuous ones must be clipped
     next/deter, next/stoch     returned: carry/deter and carry/stoch of the next step
 
 With zeros for noise, states and actions are the most likely ones.
@@ -33,7 +33,7 @@ from dreamerv3 import model
 from dreamerv3.cli.config import run_config
 from dreamerv3.policies.acting_agent import ActingAgent, on_one_device
 from dreamerv3.policies.hub import to_json
-from dreamerv3.policies.inference import agent_spaces, must_fit
+from dreamerv3.policies.inference import agent_spaces, checkpoint_errors
 from dreamerv3.policies.spaces import spaces_to_tree
 from embodied.base import Array, Spaces
 from embodied.checkpoint import CheckpointError
@@ -41,7 +41,7 @@ from embodied.run.saving import SavedAgent, read_agent
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 SIGNATURE = "policy.json"
-SHAPE = "B"  # Name of the number of environments, which is open.
+SHAPE = "B"  # Name of the number of environments, which can vary.
 
 Arrays = dict[str, Array]
 
@@ -53,10 +53,10 @@ class PortablePolicy:
     Attributes:
       params: the networks.
       config: the whole configuration of the run.
-      step: of the run at which the agent was saved.
-      obs_space: what it sees, by key, `is_first` included.
-      act_space: what it decides on, by key.
-      logdir: of the run.
+      step: step of the run at which the agent was saved.
+      obs_space: spaces of the observations it reads, by key, `is_first` included.
+      act_space: spaces of the actions it chooses, by key.
+      logdir: logdir of the run.
     """
 
     params: model.PolicyNetworks
@@ -67,7 +67,7 @@ class PortablePolicy:
     logdir: pathlib.Path
 
     def __call__(self, inputs: Mapping[str, Array]) -> Arrays:
-        """Takes a step from inputs to outputs by name, see above."""
+        """Computes the outputs of a step from its inputs, by name; see the module."""
         carry = {
             "deter": inputs["carry/deter"],
             "stoch": inputs["carry/stoch"],
@@ -85,7 +85,7 @@ class PortablePolicy:
         }
 
     def inputs(self, batch: Any) -> dict[str, Any]:
-        """Returns dtype and shape of the inputs, in the order of other runtimes.
+        """Returns dtype and shape of the inputs, in the order that runtimes take them.
 
         Args:
           batch: number of environments, or a dimension of `jax.export`.
@@ -106,7 +106,7 @@ class PortablePolicy:
         }
 
     def signature(self) -> dict[str, Any]:
-        """Returns the inputs, outputs and spaces, as JSON has them."""
+        """Returns descriptions of the inputs, outputs and spaces, as JSON values."""
         one = self.inputs(1)
         outputs = jax.eval_shape(self.__call__, one)
         return {
@@ -126,15 +126,15 @@ def load_portable(
 
     Args:
       source: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it.
-      task: of the run, if it names code and is not trusted; see `dreamerv3.load`.
+      task: task of the run; needed only if it names code, see `dreamerv3.load`.
 
     Raises:
-      CheckpointError: there is no whole checkpoint, or it does not fit its config.
+      CheckpointError: there is no complete checkpoint, or it does not fit its config.
       ConfigError: there is no config, it cannot be used, or its task is not trusted.
     """
     saved = read_agent(source)
     config, agent, obs_space, act_space = open_agent(saved, task)
-    with must_fit(saved):
+    with checkpoint_errors(saved):
         params = agent.params(saved.data)
     seen = {
         key: space
@@ -149,7 +149,7 @@ def load_portable(
 def open_agent(
     saved: SavedAgent, task: str | None = None
 ) -> tuple[elements.Config, ActingAgent, Spaces, Spaces]:
-    """Makes the acting agent of a checkpoint on the cpu, without its weights."""
+    """Makes the acting agent of a checkpoint on the CPU, without its weights."""
     config = run_config(saved.logdir)
     if config.random_agent:
         raise CheckpointError(
@@ -166,7 +166,7 @@ def write_stablehlo(policy: PortablePolicy, folder: pathlib.Path) -> None:
     It takes all inputs as one dict, and returns one. `jax.export.deserialize` reads it.
     """
     batch = jax.export.symbolic_shape(SHAPE.lower())[0]
-    # Where it runs is known only there.
+    # For all platforms, because it is not known here where it will run.
     exported = jax.export.export(jax.jit(policy.__call__), platforms=PLATFORMS)(
         policy.inputs(batch)
     )
@@ -195,8 +195,8 @@ def write_onnx(policy: PortablePolicy, folder: pathlib.Path) -> None:
         results = policy(dict(zip(specs, arrays)))
         return tuple(results[name] for name in outputs)
 
-    # Traced before it is converted: the package replaces functions of jax.numpy while
-    # it traces, with others that promote dtypes as NumPy does.
+    # Traced before it is converted, because jax2onnx replaces functions of jax.numpy
+    # while it traces, by others that promote dtypes as NumPy does.
     traced = jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(step)(*specs.values()))
     jax2onnx.to_onnx(
         traced,

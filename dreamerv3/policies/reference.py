@@ -1,17 +1,17 @@
-"""Checkpoints of the reference implementation: found, read and converted.
+"""Finds, reads and converts checkpoints of the reference implementation.
 
 In the main process.
 
     dreamerv3 --script import_checkpoint --configs size12m atari \
         --run.from_checkpoint REFERENCE --logdir NEW
 
-The flags describe the agent as they did in the reference; the new logdir can then be
-continued, evaluated, loaded, or given as `run.from_checkpoint`. Files of the reference:
+The flags describe the agent as in the reference; the new logdir can then be continued,
+evaluated, loaded, or given as `run.from_checkpoint`. Files of the reference:
 
     latest          the name of the newest of these folders
     NAME/agent.pkl  a pickle: params by flat name, the optimiser's among them; counters
     NAME/step.pkl   a pickle of the step, in some of its programs
-    NAME/done       there if the others are whole
+    NAME/done       exists if the other files are complete
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ LATEST, DONE = "latest", "done"
 AGENT_FILE, STEP_FILE = "agent.pkl", "step.pkl"
 LONGEST_NAME = 255  # Bytes of `latest`: it holds the name of a file.
 
-OPT = "opt/"  # Flat names of the optimiser's state begin with it, there and here.
-# Arrays that are not trained may be missing, and then start anew.
+OPT = "opt/"  # Prefix of the optimiser's flat names, there and here.
+# Arrays that are not trained may be missing, and are then initialised.
 UNTRAINED = re.compile(r"(opt|retnorm|valnorm|advnorm|slowval_count)/")
 # Moving averages of the optimiser, in the order in which it applies them.
 AVERAGE = re.compile(r"opt/state/(\d+)/1/(.+)")
@@ -57,10 +57,10 @@ class Reference:
     """A checkpoint of the reference.
 
     Attributes:
-      path: of the agent's file.
-      params: arrays by its flat names.
-      counters: by name.
-      step: of the run; None if it is not in the checkpoint.
+      path: path of the agent's file.
+      params: arrays by flat names of the reference.
+      counters: counters by name.
+      step: step of the run; None if it is not in the checkpoint.
     """
 
     path: Path
@@ -71,15 +71,15 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
-    """Arrays that were imported, and others. As text, it is a report.
+    """Result of an import; its text is a report.
 
     Attributes:
-      source: the file.
-      logdir: where the checkpoint is now.
-      imported: names of the agent's arrays that were.
-      fresh: those that start anew.
-      left_out: names in the file that this agent has no use for.
-      step: of the run.
+      source: the file of the reference.
+      logdir: logdir of the new checkpoint.
+      imported: names of the agent's arrays that were imported.
+      fresh: names of the agent's arrays that start anew.
+      left_out: names of arrays and counters in the file that were not imported.
+      step: step of the run.
     """
 
     source: Path
@@ -110,19 +110,19 @@ def import_checkpoint(config: elements.Config) -> Imported:
 
     Args:
       config: the whole configuration, with the task and sizes of the agent.
-        `run.from_checkpoint_regex` decides which of our names are imported; arrays
-        of other names are as in an agent that was not trained.
+        `run.from_checkpoint_regex` selects the names, after renaming, to import; other
+        arrays are as in an untrained agent.
 
     Raises:
-      CheckpointError: there is none, it is damaged or does not fit the agent, or the
-        logdir has a checkpoint already.
+      CheckpointError: there is no checkpoint, it is damaged or does not fit the agent,
+        or the logdir has a checkpoint already.
       ConfigError: the configuration is not that of an agent that learns.
     """
     if config.random_agent:
         raise ConfigError(
             "random_agent: expected False for --script import_checkpoint, got True."
         )
-    # The reference has this key, and its policies act without it.
+    # The reference has this key, but its policies do not use it.
     config = config.update({"agent.policy.unimix": 0.0})
     target = Checkpoint(config.logdir, FOLDER)
     if target.exists():
@@ -132,12 +132,12 @@ def import_checkpoint(config: elements.Config) -> Imported:
         )
     reference = read_reference(config.run.from_checkpoint)
     arrays, unused = translate(reference.params)
-    # Here, because errors until now should not wait for JAX.
+    # Imported here, so that the errors above do not wait for JAX.
     from dreamerv3.cli.factories import make_agent
     from dreamerv3.policies.acting_agent import on_one_device
-    from embodied.jax.param_names import join_parts, split_parts
+    from embodied.jax.agent import join_parts, split_parts
 
-    # Nothing is computed, so that the accelerator can be left to others.
+    # On the CPU, because nothing is computed that needs an accelerator.
     agent = make_agent(on_one_device(config, "cpu"))
     own = join_parts(agent.save())
     chosen = _choose(arrays, own, config.run.from_checkpoint_regex)
@@ -226,13 +226,14 @@ def find_reference(source: str | os.PathLike[str]) -> Path:
 
 
 def translate(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Renames arrays of the reference to our names.
+    """Renames arrays of the reference to the names used here.
 
-    Parameters, slow value and normalisers have the same names. Of the optimiser, the
-    moving averages are numbered by their place in its chain, and each counts updates.
+    Parameters, slow value and normalisers have the same names. The moving averages of
+    the reference's optimiser are numbered by their place in its chain, and each of them
+    counts updates.
 
     Returns:
-      Arrays by our names, and the names of those that we have no place for.
+      Arrays by the names used here, and the names of arrays without a counterpart.
     """
     places = sorted({int(m[1]) for name in params if (m := AVERAGE.fullmatch(name))})
     kinds = dict(zip(places, AVERAGES))
@@ -250,7 +251,7 @@ def translate(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         else:
             arrays[name] = value
     if counts:
-        # That of the moving averages, if there are any: these are corrected by it.
+        # The count of the moving averages, if there is one: it corrects their bias.
         first = min(counts)
         arrays[STEP] = np.asarray(counts[first], np.int32)
         if len(set(counts.values())) > 1:
@@ -265,7 +266,7 @@ def translate(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _choose(
     arrays: Mapping[str, Any], own: Mapping[str, Any], regex: str
 ) -> dict[str, Any]:
-    """Returns the arrays to import, by name, if they fit the agent."""
+    """Returns the arrays to import, by name; raises unless they fit the agent."""
     chosen = {
         name: value
         for name, value in arrays.items()
@@ -299,7 +300,7 @@ def _choose(
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Checkpoints in a folder: the one that `latest` names, then from new to old."""
+    """Checkpoints in a folder: the one named by `latest`, then from new to old."""
     if not folder.is_dir():
         return []
     # Their names are times, so that they sort by age.

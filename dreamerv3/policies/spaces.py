@@ -16,7 +16,7 @@ from embodied.space import Space
 
 
 def spaces_to_tree(spaces: Mapping[str, Any]) -> Tree:
-    """Describes spaces in what a checkpoint can hold."""
+    """Describes spaces as plain values, which a checkpoint can hold."""
     tree = {}
     for key, space in spaces.items():
         space = Space.of(space)
@@ -35,7 +35,7 @@ def spaces_from_tree(tree: Tree) -> Spaces:
 
 
 def _short(bound: np.ndarray | None) -> np.ndarray | None:
-    """One number where all elements are the same, as in images."""
+    """Returns one number if all elements are the same, as in images; else the bound."""
     if bound is None or not np.all(bound == bound.flat[0]):
         return bound
     return np.asarray(bound.flat[0])

@@ -1,9 +1,9 @@
-"""Runs lists of tasks and seeds on the devices that are there, and compares scores.
+"""Runs lists of tasks and seeds on the available devices, and compares scores.
 
     dreamerv3 --script suite --suite.preset atari100k --configs size12m \\
         --suite.seeds 3 --logdir logdir/atari100k
 
 `runner` is the program: it plans the runs by `presets`, finds places for them
-(`accelerators`), works through the queue (`run_queue`, `display`), and writes what came
-of it (`score_table`, `curve_plot`, both on `curves` and `aggregates`).
+(`accelerators`), works through the queue (`run_queue`, `display`), and writes the
+results (`score_table`, `curve_plot`, both based on `curves` and `aggregates`).
 """

@@ -1,6 +1,6 @@
 """Places where runs of a suite can run: devices, and how many runs share each.
 
-In the process that runs the suite, which does not import JAX: that would take the
+In the process that runs the suite, which does not import JAX, since JAX would take the
 devices' memory away from the runs.
 """
 
@@ -28,7 +28,7 @@ from embodied.workers import Process
 RUNS_PER_DEVICE = 4
 LARGEST_SHARING = 3072  # Recurrent units of size25m; larger models fill a device.
 CORES_PER_RUN = 4  # Of a run without an accelerator.
-# A run that starts compiles for about a minute. Those that come later on the same
+# A run compiles for about a minute at its start. Runs that start later on the same
 # device find its programs, and their compiler measures kernels on a quieter device.
 SPACING_SECONDS = 60.0
 
@@ -46,8 +46,8 @@ class Slot:
 
     Attributes:
       device: name of the device, or of the devices.
-      environ: variables of the environment that hand it to a run.
-      flags: applied before those of the run.
+      environ: environment variables that assign the device to a run.
+      flags: flags that are applied before those of the run.
       spacing: seconds between the starts of two runs on this device.
     """
 
@@ -136,7 +136,7 @@ def visible_gpus(platform: str) -> list[str]:
     """Returns the NVIDIA devices that JAX would use, as CUDA_VISIBLE_DEVICES has them.
 
     Args:
-      platform: as `jax.platform`; with `auto` JAX needs to be installed for them.
+      platform: value of `jax.platform`; `auto` needs JAX's CUDA plugin installed.
     """
     installed = any(importlib.util.find_spec(name) for name in CUDA_PACKAGES)
     if platform not in ("auto", "cuda") or (platform == "auto" and not installed):
@@ -155,7 +155,7 @@ def visible_gpus(platform: str) -> list[str]:
     if not found or chosen is None:
         return [str(index) for index in range(len(found))]
     names = [name.strip() for name in chosen.split(",")]
-    # CUDA ignores what comes after a name that is none.
+    # CUDA ignores all names from the first invalid one on.
     return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))
 
 
@@ -169,11 +169,11 @@ def _has_tpu() -> bool:
 
 @contextlib.contextmanager
 def open_mps() -> Iterator[dict[str, str] | None]:
-    """Starts the Multi-Process Service, unless it runs, and ends it after the body.
+    """Starts the Multi-Process Service unless it is running; ends it after the body.
 
     Yields:
-      Variables of the environment for the programs that are to use it; None where
-      there is no service.
+      Environment variables for the programs that are to use it; None if there is no
+      service.
     """
     control = shutil.which(MPS_CONTROL)
     if control is None:
@@ -181,7 +181,7 @@ def open_mps() -> Iterator[dict[str, str] | None]:
         yield None
         return
     if _answers(control, {}):
-        yield {}  # Somebody else's, which stays.
+        yield {}  # A service that somebody else has started, and that keeps running.
         return
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
         environ = {
@@ -190,8 +190,8 @@ def open_mps() -> Iterator[dict[str, str] | None]:
         }
         for path in environ.values():
             os.mkdir(path)
-        # In the foreground of a process of ours, so that it ends with this one even
-        # if that is killed.
+        # In the foreground of a child process, so that it ends with this process even
+        # if this process is killed.
         with Process(_serve_mps, control, name="mps", env=environ) as process:
             deadline = time.monotonic() + MPS_SECONDS
             answers = False
@@ -220,7 +220,7 @@ def _answers(control: str, environ: Mapping[str, str]) -> bool:
 
 
 def _ask(control: str, question: str, environ: Mapping[str, str]) -> str:
-    """Returns the answer of the service to a line; empty if there is none."""
+    """Returns the answer of the service to a line, or an empty text without one."""
     try:
         answer = subprocess.run(
             [control],

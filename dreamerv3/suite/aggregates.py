@@ -2,7 +2,7 @@
 
 The method is that of Agarwal et al., "Deep Reinforcement Learning at the Edge of the
 Statistical Precipice" (2021), which the package rliable implements: the interquartile
-mean over all runs, and intervals by a bootstrap that draws runs anew within each task.
+mean over all runs, and intervals by a bootstrap that resamples runs within each task.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 RESAMPLES = 5000
 CONFIDENCE = 0.95
-BLOCK = 1 << 21  # Scores that are drawn at a time.
+BLOCK = 1 << 21  # Scores that are drawn at a time, to bound memory.
 SEED = 0  # So that the same runs give the same table.
 
 
@@ -25,8 +25,8 @@ class Estimate:
 
     Attributes:
       value: the number.
-      interval: its bounds; None where no task has more than one run, since a single
-        run does not show how much runs differ.
+      interval: its bounds; None if no task has more than one run, since a single run
+        does not show how much runs differ.
     """
 
     value: float
@@ -68,17 +68,17 @@ def mean_score(scores: np.ndarray) -> Estimate:
 def aggregate(
     tasks: Sequence[np.ndarray], resamples: int = RESAMPLES
 ) -> dict[str, Estimate]:
-    """Puts the scores of several tasks together.
+    """Aggregates the scores of several tasks.
 
     Args:
       tasks: normalised scores of the runs of each task, [R] float64; tasks may have
-        different numbers of runs and count the same.
-      resamples: how often runs are drawn anew for the intervals.
+        different numbers of runs and weigh the same.
+      resamples: how often runs are resampled for the intervals.
 
     Returns:
       Estimates of `METRICS`, by name.
     """
-    # Runs are repeated until every task has as many, so that it weighs as much.
+    # Repeat runs until all tasks have the same number, so that they weigh the same.
     runs = math.lcm(*(len(scores) for scores in tasks))
     rng = np.random.default_rng(SEED)
 

@@ -1,4 +1,4 @@
-"""Draws learning curves; in the process that runs the suite, or on its own.
+"""Draws learning curves; in the process of the suite, or in one of its own.
 
     draw_tasks(tasks, folder / "curves.png")   # A small curve for every task.
 
@@ -27,9 +27,9 @@ MOST_COLUMNS = 6
 
 
 def draw_tasks(tasks: Sequence[TaskScores], out: Path) -> None:
-    """Draws a panel for every task: the mean over seeds, beside the published.
+    """Draws a panel for every task: the mean over seeds, and the published mean.
 
-    Bands reach from the least to the most of the seeds. Of a single seed, dots are the
+    Bands reach from the lowest to the highest seed. With a single seed, dots show its
     episodes.
 
     Raises:
@@ -88,9 +88,9 @@ def _draw_task(axes: Any, task: TaskScores) -> None:
 
 
 def _draw_runs(axes: Any, steps: np.ndarray, scores: np.ndarray) -> None:
-    """Draws runs, scores [R, N], and their mean as far as the most of them have come.
+    """Draws runs, scores [R, N], and their mean where the most runs have a score.
 
-    The mean of fewer runs further on would jump by chance.
+    Further on, the mean of fewer runs would jump by chance.
     """
     counts = (~np.isnan(scores)).sum(0)
     if not counts.any():
@@ -120,7 +120,7 @@ def _draw_runs(axes: Any, steps: np.ndarray, scores: np.ndarray) -> None:
 
 
 def new_figure(width: int, height: int) -> Any:
-    """Makes a figure of some pixels without pyplot, which keeps global state."""
+    """Makes a figure, sized in pixels, without pyplot, which keeps global state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -153,7 +153,7 @@ def add_legend(figure: Any, columns: int) -> None:
 
 
 def style_axes(axes: Any, ticks: int) -> None:
-    """Leaves of the axes what helps to read values, with about `ticks` steps."""
+    """Reduces the axes to what helps to read values, with about `ticks` intervals."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -173,7 +173,7 @@ def write_figure(figure: Any, out: Path) -> None:
 
     content = io.BytesIO()
     kind = out.suffix.lower().removeprefix(".")
-    # Without the version of the library, the date, and random names.
+    # Omit the version of the library, the date, and random names.
     metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
     with matplotlib.rc_context({"svg.hashsalt": "dreamerv3"}):
         figure.savefig(content, format=kind, metadata=metadata)

@@ -25,12 +25,12 @@ from dreamerv3.cli.schema import Flat
 
 SCORE = "episode/score"
 SCORES, METRICS = "scores.jsonl", "metrics.jsonl"
-ENDED = 0.9  # Share of its steps after which a run counts as ended, if none tells.
-TAIL_BYTES = 1 << 16  # Of a file of metrics, whose lines are a few thousand long.
+ENDED = 0.9  # Share of its steps after which a run without metrics counts as ended.
+TAIL_BYTES = 1 << 16  # Of a metrics file, whose lines have a few thousand bytes.
 
 
 class PlotError(ValueError):
-    """There is nothing to draw, or no way to; the message is one line."""
+    """There is nothing to draw, or it cannot be drawn; the message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Curve:
 
     Attributes:
       task: the task's full name.
-      size: the name of the block of sizes, or a few words where none fits.
-      seed: that of the configuration.
+      size: the name of the matching size block, or a few words if none matches.
+      seed: the seed in the configuration.
       repeat: frames of each agent step.
       steps: [N] float64, ascending; agent steps at which the values were logged.
       values: [N] float64.
@@ -74,7 +74,7 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Band:
-    """Several runs as one curve: [N] float64 each, at the middles of bins."""
+    """Mean and range of several runs: [N] float64 each, at the middles of bins."""
 
     steps: np.ndarray
     mean: np.ndarray
@@ -102,7 +102,7 @@ def bin_means(
       steps: [N] agent steps, ascending.
       values: [N].
       width: agent steps of a bin; the first begins at 0.
-      bins: how many there are; what lies beyond the last belongs to it.
+      bins: how many there are; values beyond the last bin count in it.
 
     Returns:
       [bins] float64. A bin without values that lies between others is interpolated,
@@ -117,7 +117,7 @@ def bin_means(
 
 
 def band(runs: Sequence[Curve], width: float) -> Band:
-    """Returns mean, least and most over runs, in the bins that every run covers."""
+    """Returns mean, minimum and maximum over runs, in bins that every run covers."""
     last = max(run.steps[-1] for run in runs)
     bins = max(1, math.ceil(last / width))
     rows = np.stack([bin_means(run.steps, run.values, width, bins) for run in runs])
@@ -128,7 +128,7 @@ def band(runs: Sequence[Curve], width: float) -> Band:
 
 
 def default_window(count: int) -> int:
-    """Episodes of a running mean: a tenth of them, at most 100."""
+    """Returns the episodes of a running mean: a tenth of `count`, at most 100."""
     return max(1, min(100, round(count / 10)))
 
 
@@ -164,22 +164,29 @@ def read_run(logdir: str | Path, metric: str = SCORE) -> Curve:
 
 
 def _reached(logdir: Path, episode: float, repeat: int, end: int) -> float:
-    """Returns the agent step of a run whose last episode ended at a logged step."""
+    """Returns the agent step that a run has reached.
+
+    Args:
+      logdir: of the run.
+      episode: step at which its last episode ended, as logged.
+      repeat: frames of an agent step.
+      end: agent step at which the run ends.
+    """
     if (logdir / METRICS).is_file():
         return max(episode, last_step(logdir)) / repeat
-    # Of results that were kept without their metrics, the last episode has to tell:
-    # the one in progress at the end was cut off.
+    # For results that were kept without their metrics, the last episode decides. The
+    # episode in progress at the end of the run was cut off.
     step = episode / repeat
     return float(end) if ENDED * end <= step <= end else step
 
 
 def action_repeat(config: Mapping[str, Any]) -> int:
-    """Returns the frames of an agent step, of a configuration by full key."""
+    """Returns the frames of an agent step by a configuration with full keys."""
     return config.get(f"env.{config['task'].partition('_')[0]}.repeat", 1)
 
 
 def last_step(logdir: Path) -> int:
-    """Returns the newest step in the metrics of a run, as it was logged; 0 for none."""
+    """Returns the newest step in the metrics of a run, as logged; 0 without any."""
     row = last_row(logdir / METRICS, "step")
     return int(row["step"]) if row else 0
 
@@ -191,7 +198,7 @@ def last_score(logdir: Path) -> float | None:
 
 
 def last_row(path: Path, key: str) -> dict[str, Any] | None:
-    """Returns the last JSON line with a number under `key`; reads the end alone."""
+    """Returns the last JSON line with a number under `key`; reads only the end."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, io.SEEK_END) - TAIL_BYTES))
@@ -199,7 +206,7 @@ def last_row(path: Path, key: str) -> dict[str, Any] | None:
     except OSError:
         return None
     for line in reversed(lines):
-        # The first may be cut, and the last half written.
+        # The first line may be cut, and the last one half written.
         with contextlib.suppress(ValueError):
             row = json.loads(line)
             if isinstance(row, dict) and isinstance(row.get(key), int | float):
@@ -235,7 +242,7 @@ def read_metric(logdir: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """Reads JSON lines; the last may be half written, by a run that goes on."""
+    """Reads JSON lines; the last may be half written by a run in progress."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -247,7 +254,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line, parse_constant=_not_a_value)
+            row = json.loads(line, parse_constant=_parse_nan_as_none)
             if not isinstance(row, dict):
                 raise ValueError("it is no object")
         except ValueError as error:
@@ -260,12 +267,12 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _not_a_value(name: str) -> None:
-    """Reads NaN and infinities, which our files have as null, the same way."""
+def _parse_nan_as_none(name: str) -> None:
+    """Reads NaN and infinities as None, like the null that runs write for them."""
 
 
 def model_size(config: Mapping[str, Any]) -> str:
-    """Names the block of sizes that would change nothing about a configuration."""
+    """Returns the name of the size block whose values a configuration has."""
     if config["random_agent"]:
         return "random agent"
     for name, block in _size_blocks().items():

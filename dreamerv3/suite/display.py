@@ -15,7 +15,7 @@ STATES = ("done", "running", "waiting", "failed", "stopped")
 class SuiteDisplay:
     """Shows a table of the running runs on a terminal, and prints lines elsewhere.
 
-    A context manager, which gives the terminal back.
+    A context manager, which restores the terminal at its end.
 
     Args:
       stream: where to write. Default: `sys.stdout`.
@@ -42,14 +42,14 @@ class SuiteDisplay:
             self._live = None
 
     def note(self, text: str) -> None:
-        """Prints a line, above the table where there is one."""
+        """Prints a line, above the table if there is one."""
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
         else:
             print(text, file=self._stream, flush=True)
 
     def show(self, runs: RunQueue) -> None:
-        """Updates the table; elsewhere prints a line once a minute."""
+        """Updates the table; without a terminal, prints a line once a minute."""
         if self._live is not None:
             self._live.update(_table(runs))
         elif time.monotonic() >= self._next_line:
@@ -58,7 +58,7 @@ class SuiteDisplay:
 
 
 def status_line(runs: RunQueue) -> str:
-    """Returns how many runs are in which state, and the time left."""
+    """Returns a line with the number of runs in each state, and the time left."""
     counts = [f"{runs.count(state)} {state}" for state in STATES if runs.count(state)]
     left = runs.seconds_left()
     time_left = "" if left is None else f"; about {format_seconds(left)} left"

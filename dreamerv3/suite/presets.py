@@ -19,13 +19,13 @@ import numpy as np
 from dreamerv3.suite.curves import Curve
 
 PUBLISHED = Path(__file__).with_name("published.json")
-# Random agent and full score: of the tasks of a suite that lists none by task.
+# Scores of a random agent and full scores, in suites that list none by task.
 DMC_BOUNDS = (0.0, 1000.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Settings under which a suite is run, the published ones where they are known.
+    """Settings with which a suite is run: the published ones where they are known.
 
     Attributes:
       configs: blocks, applied before those of the user.
@@ -47,9 +47,9 @@ class PublishedCurve:
       task: full name of the task.
       steps: [N] float64, in agent steps of the run.
       seeds: [S, N] float64, scores of S runs.
-      bounds: scores that count as 0 and as 1 when tasks are put together.
-      unit: unit in which steps are told, 'agent steps' or 'frames'.
-      per_step: how many of that unit are an agent step of the run.
+      bounds: scores that are normalised to 0 and 1 when tasks are aggregated.
+      unit: unit in which steps are reported, 'agent steps' or 'frames'.
+      per_step: how many of that unit make an agent step of the run.
     """
 
     suite: str
@@ -106,11 +106,11 @@ def find_published(run: Curve, task: str | None = None) -> PublishedCurve | None
     """Finds the published scores that a run can be compared with.
 
     Args:
-      run: says how its agent sees the task, and the frames of a step.
-      task: another task than that of the run.
+      run: a run, whose configuration tells the observations and the frames of a step.
+      task: full name of the task. Default: that of the run.
 
     Returns:
-      None if the task, seen like this, is not among the published ones.
+      The scores; None if the task with these observations is not published.
     """
     task = task or run.task
     suite = _suite(task, run.config)

@@ -1,12 +1,12 @@
 """The queue of a suite: runs wait, run as processes, and end. The suite's process.
 
-The folders of the runs are all there is to the queue's state, so that the same command
-goes on after any end, that by kill -9 included:
+All state of the queue is in the folders of the runs, so that the same command goes on
+after any end, including kill -9:
 
     SUITE/TASK/seed0/             logdir of a run, with its own checkpoints
     SUITE/TASK/seed0/output.txt   what the run printed
     SUITE/TASK/seed0/done.json    the run has reached its steps
-    SUITE/TASK/seed0/failed.json  it has failed twice, and how
+    SUITE/TASK/seed0/failed.json  the run has failed twice, and how
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SuiteRun:
         return f"{self.task} seed {self.seed}"
 
     def is_done(self) -> bool:
-        """Returns whether an earlier call has brought it to its steps."""
+        """Returns whether the run has reached its steps in an earlier call."""
         try:
             content = json.loads((self.logdir / DONE).read_text("utf-8"))
             return int(content["step"]) >= self.steps
@@ -85,8 +85,8 @@ class QueuedRun:
 
     Attributes:
       run: the run.
-      state: 'waiting', 'running', 'done', 'failed' (as often as it is tried), or
-        'stopped' (ended well before its steps, by its duration or an interrupt).
+      state: 'waiting', 'running', 'done', 'failed' (in each of its attempts), or
+        'stopped' (ended before its steps, by its duration or an interrupt).
       attempts: how often it was started.
       step: agent step.
       score: score of the newest episode.
@@ -113,7 +113,7 @@ def run_program(argv: Sequence[str], output: str) -> None:
 
     Args:
       argv: its arguments.
-      output: file that what it prints is appended to.
+      output: file to which it appends everything that it prints.
     """
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
@@ -125,7 +125,7 @@ def run_program(argv: Sequence[str], output: str) -> None:
 
 
 class RunQueue:
-    """Runs what waits, as many at a time as there are slots.
+    """Runs the runs of a suite, as many at a time as there are slots.
 
     Processes report their end through `_ended`, a queue that their watchers fill;
     everything else belongs to the thread that calls `work`.
@@ -134,7 +134,7 @@ class RunQueue:
       runs: in the order in which they are started.
       slots: where they can run.
       note: is called with a line for every event.
-      start: starts the process of a run; others are for tests.
+      start: starts the process of a run; replaced in tests. Default: `start_process`.
     """
 
     def __init__(
@@ -160,10 +160,10 @@ class RunQueue:
                 self._waiting.append(queued)
 
     def work(self, interrupted: threading.Event, look: Callable[[], None]) -> None:
-        """Returns when nothing waits and runs any more, or after an interrupt.
+        """Runs the queue until no run is waiting or running, or until an interrupt.
 
         Args:
-          interrupted: once set, runs save and end; those that wait stay waiting.
+          interrupted: once set, runs save and end; waiting runs stay waiting.
           look: is called about once a second.
         """
         try:
@@ -184,7 +184,7 @@ class RunQueue:
         return sum(queued.state == state for queued in self.runs)
 
     def seconds_left(self) -> float | None:
-        """Estimates the time until all have ended, from the rates of those running.
+        """Estimates the seconds until all runs have ended, from the current rates.
 
         Returns:
           None while no rate is known.
@@ -236,7 +236,7 @@ class RunQueue:
             queued.score = last_score(queued.run.logdir)
 
     def _collect(self, timeout: float, ending: bool = False) -> None:
-        """Waits for the end of a run and judges it."""
+        """Waits for a run to end and decides its next state."""
         try:
             process = self._ended.get(timeout=timeout)
         except queue.Empty:
@@ -254,11 +254,11 @@ class RunQueue:
             self._note(f"{run.name}: done, {took}.")
         elif ending or code == 0:
             queued.state = "stopped"
-            self._note(f"{run.name}: stopped at {took}; the same command goes on.")
+            self._note(f"{run.name}: stopped at {took}; the same command continues it.")
         elif queued.attempts < ATTEMPTS:
             queued.state = "waiting"
             self._waiting.append(queued)
-            self._note(f"{run.name}: failed with exit code {code}; is tried again.")
+            self._note(f"{run.name}: failed with exit code {code}; retrying.")
         else:
             queued.state = "failed"
             lines = output_tail(run.logdir)
@@ -269,7 +269,7 @@ class RunQueue:
 
 
 def start_process(run: SuiteRun, slot: Slot) -> Process:
-    """Starts the process of a run, which ends with this one, however that ends."""
+    """Starts the process of a run, which ends with this one even if it is killed."""
     return Process(
         run_program,
         (*slot.flags, *run.argv),

@@ -1,4 +1,4 @@
-"""The program `--script suite`: plans the runs, runs them, writes what came of it."""
+"""The program `--script suite`: plans the runs, runs them and writes the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from embodied.run.console import stop_on_signals
 
 # Set by the suite for each of its runs.
 OWN_FLAGS = ("configs", "script", "task", "seed", "logdir")
-ALL = ("all",)  # As `suite.tasks`: those of the preset.
+ALL = ("all",)  # Value of `suite.tasks` for all tasks of the preset.
 PICTURE = "curves.png"
 INTERRUPTED = (
     "Interrupted: the runs save, then the suite ends. Ctrl-C again leaves now."
@@ -44,11 +44,11 @@ def run_suite(config: elements.Config, argv: Sequence[str]) -> None:
     """Runs all tasks and seeds, then writes scores, a table and a picture.
 
     Args:
-      config: what the arguments say.
-      argv: the arguments themselves, since they are passed on to the runs.
+      config: the configuration that the arguments make.
+      argv: the arguments themselves, which are passed on to the runs.
 
     Raises:
-      ConfigError: the runs cannot be started like this.
+      ConfigError: the runs cannot be started with these settings.
       RunError: some of them have failed.
     """
     folder = Path(config.logdir)
@@ -73,7 +73,7 @@ def run_suite(config: elements.Config, argv: Sequence[str]) -> None:
 def plan_runs(
     config: elements.Config, argv: Sequence[str]
 ) -> tuple[list[SuiteRun], elements.Config]:
-    """Makes the runs of a suite, seed by seed, so that every task has one early.
+    """Makes the runs of a suite, seed by seed, so that every task has a run early.
 
     Returns:
       The runs, and the configuration of the first.
@@ -135,7 +135,7 @@ def _check_run(config: elements.Config) -> None:
 
 
 def _folder_names(tasks: Sequence[str]) -> dict[str, str]:
-    """Returns a name for the folder of each task, which may contain slashes."""
+    """Returns a folder name for each task, whose own name may contain slashes."""
     names = {task: re.sub(r"[^\w.-]+", "-", task) for task in tasks}
     if len(set(names.values())) < len(names):
         raise ConfigError(
@@ -146,7 +146,7 @@ def _folder_names(tasks: Sequence[str]) -> dict[str, str]:
 
 
 def _prepare(folder: Path, argv: Sequence[str]) -> None:
-    """Claims the folder and notes in it how the suite was started."""
+    """Claims the folder and records in it how the suite was started."""
     if (folder / FILENAME).exists():
         raise ConfigError(
             f"logdir: expected a folder for a suite, got {folder}, which is that of a "
@@ -170,7 +170,7 @@ def _prepare(folder: Path, argv: Sequence[str]) -> None:
 
 
 def _commit() -> str | None:
-    """Returns the commit of this code, where it is a checkout."""
+    """Returns the commit of this code, or None if it is not a git checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -189,7 +189,7 @@ def _work(runs: Sequence[SuiteRun], slots: Sequence[Slot]) -> list[QueuedRun]:
         devices = dict.fromkeys(slot.device for slot in slots)
         display.note(
             f"{len(runs)} runs, {len(slots)} at a time on {', '.join(devices)} (Ctrl-C "
-            "saves and stops; the same command goes on)."
+            "saves and stops; the same command continues)."
         )
         todo.work(interrupted, lambda: display.show(todo))
         display.note(status_line(todo))

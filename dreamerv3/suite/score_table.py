@@ -1,8 +1,8 @@
-"""Scores of the runs in a folder beside the published ones, as files in it.
+"""Compares the scores of runs in a folder with published ones, in files there.
 
     scores.csv    the mean score of every run in the interval before each step
-    table.json    per task, and over all tasks of a suite: ours, and the published
-    table.md      the same to read
+    table.json    our and the published scores, per task and over each suite
+    table.md      the same for people
 
 In the process that runs the suite, or later on folders that were made elsewhere.
 """
@@ -41,11 +41,11 @@ class TaskScores:
     Attributes:
       task: full name.
       runs: the runs, R of them.
-      published: published scores of the task, where there are any.
+      published: published scores of the task; None if there are none.
       steps: [N] float64, agent steps.
       scores: [R, N] float64, mean of the episodes that ended in the interval before
         each step, or in the last interval in which one ended; NaN where a run has not
-        come as far.
+        reached the step or has ended no episode by then.
       episodes: [R, N] int64, how many ended in the interval before.
     """
 
@@ -58,17 +58,17 @@ class TaskScores:
 
     @property
     def unit(self) -> str:
-        """Unit in which steps are told."""
+        """Unit in which steps are reported."""
         return self.published.unit if self.published else "agent steps"
 
     def told(self, index: int) -> int:
-        """Returns a step in that unit."""
+        """Returns the step at an index, in `unit`."""
         per_step = self.published.per_step if self.published else 1
         return round(float(self.steps[index]) * per_step)
 
     @property
     def compared(self) -> int | None:
-        """Index of the last step that the most runs have a score at; None for none."""
+        """Index of the last step where the most runs have scores; None if none has."""
         counts = (~np.isnan(self.scores)).sum(0)
         if not counts.any():
             return None
@@ -81,10 +81,10 @@ class TaskScores:
 
 
 def find_runs(folder: Path) -> tuple[list[Curve], list[str]]:
-    """Reads the runs in a folder, in those below it, and one further down.
+    """Reads the runs in a folder and up to two levels below it.
 
     Returns:
-      The runs, and a sentence for each that has nothing to read yet.
+      The runs, and a sentence for each run that cannot be read yet.
     """
     runs, problems = [], []
     for pattern in ("", "*/", "*/*/"):
@@ -97,7 +97,7 @@ def find_runs(folder: Path) -> tuple[list[Curve], list[str]]:
 
 
 def group_by_task(runs: Sequence[Curve]) -> list[TaskScores]:
-    """Puts the runs of each task together, in the order of suites and names."""
+    """Groups runs by task and scores them, in the order of suites and names."""
     groups: dict[tuple[str, str], list[Curve]] = {}
     for run in runs:
         published = find_published(run)
@@ -110,8 +110,8 @@ def _score(runs: list[Curve]) -> TaskScores:
     runs = sorted(runs, key=lambda run: (run.seed, run.logdir))
     published = find_published(runs[0])
     steps = published.steps if published else _even_steps(runs)
-    # Published scores of some suites lie at uneven distances. The interval is as long
-    # as the shortest of them, so that a score is that of the policy at its step.
+    # Published scores of some suites are unevenly spaced. Intervals are as long as the
+    # shortest distance, so that a score is that of the policy at its step.
     width = float(np.diff(steps, prepend=0.0).min())
     rows = [interval_scores(run, steps, width) for run in runs]
     return TaskScores(
@@ -125,7 +125,7 @@ def _score(runs: list[Curve]) -> TaskScores:
 
 
 def _even_steps(runs: Sequence[Curve]) -> np.ndarray:
-    """Divides the steps of runs, or what they have reached of them, evenly."""
+    """Returns evenly spaced steps up to the end of runs, or up to the reached step."""
     reached = max(run.reached for run in runs)
     end = max(float(run.config["run.steps"]) for run in runs)
     if reached < end / INTERVALS:  # By default runs have no end.
@@ -141,7 +141,7 @@ def interval_scores(
     Args:
       run: scores of the episodes.
       steps: [N] float64, agent steps.
-      width: agent steps of an interval, which its end belongs to.
+      width: agent steps of an interval, which includes its end but not its beginning.
 
     Returns:
       Scores [N] float64 and numbers of episodes [N] int64; see `TaskScores`.
@@ -156,7 +156,7 @@ def interval_scores(
         if inside.any():
             scores[index] = run.values[inside].mean()
         elif (run.steps <= step).any():
-            # Long episodes leave intervals empty: the last ones that ended count.
+            # Long episodes leave intervals empty: the last interval with one counts.
             last = run.steps[run.steps <= step][-1]
             near = (run.steps > last - width) & (run.steps <= last)
             scores[index] = run.values[near].mean()
@@ -243,7 +243,7 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
 
 
 def _settings(runs: Sequence[Curve]) -> dict[str, list[Any]]:
-    """Returns the values of a few settings that runs have, and in which they differ."""
+    """Returns the distinct values that a few settings have among runs."""
     found: dict[str, list[Any]] = {"size": sorted({run.size for run in runs})}
     for key in SETTINGS:
         found[key] = sorted({run.config[key] for run in runs})
@@ -252,10 +252,10 @@ def _settings(runs: Sequence[Curve]) -> dict[str, list[Any]]:
 
 
 def scores_csv(folder: Path, tasks: Sequence[TaskScores]) -> str:
-    """Returns a line for every run and step at which it has a score.
+    """Returns CSV with a line for every run and step at which it has a score.
 
     Args:
-      folder: folder that those of the runs are told relative to.
+      folder: the logdirs of the runs are written relative to it.
       tasks: the runs.
     """
     text = io.StringIO()
@@ -273,7 +273,7 @@ def scores_csv(folder: Path, tasks: Sequence[TaskScores]) -> str:
 
 
 def table_markdown(table: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
-    """Returns a table, as `make_table` makes it, to read."""
+    """Returns a table that `make_table` has made as Markdown."""
     settings = "; ".join(
         f"{key} {' and '.join(map(_number, values))}"
         for key, values in table["settings"].items()
@@ -307,10 +307,10 @@ def table_markdown(table: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
 def _units(table: Mapping[str, Any]) -> list[str]:
     units = sorted({row["unit"] for row in table["tasks"]})
     if not units:
-        return ["No run has come to a step at which scores are compared."]
+        return ["No run has reached a step at which scores are compared."]
     return [
-        f"Steps are {' or '.join(units)}: the last one that the most runs of the task "
-        "have come to. A score is the mean of the episodes that ended in the interval "
+        f"Steps are {' or '.join(units)}: the last one that most of the task's runs "
+        "have reached. A score is the mean of the episodes that ended in the interval "
         "before it; intervals are a bootstrap over runs."
     ]
 
@@ -348,7 +348,7 @@ def _range(interval: Sequence[float] | None, digits: int | None = None) -> str:
 def write_tables(
     folder: Path, tasks: Sequence[TaskScores], notes: Sequence[str] = ()
 ) -> None:
-    """Writes the files that this module is about, each whole or not at all."""
+    """Writes scores.csv, table.json and table.md, each of them atomically."""
     table = {**make_table(tasks), "notes": list(notes)}
     write_file(folder, "scores.csv", scores_csv(folder, tasks).encode())
     write_file(folder, "table.json", f"{json.dumps(table, indent=1)}\n".encode())

@@ -4,9 +4,9 @@
                the policy plays now
     step       the model imagines what an action leads to, and decodes it
 
-Beside it is the truth, where there is one: the environment that has played the context
-goes on with the same actions; of a moment of the replay it is what was recorded, as
-long as the recorded actions are taken.
+The truth is shown beside it, if there is one. After an episode, it is the environment,
+which goes on with the same actions. After a moment of the replay, it is the recording,
+as long as the recorded actions are taken.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from typing import Any
 import numpy as np
 
 from dreamerv3.cli.config import ConfigError, run_config
-from dreamerv3.cli.task_origin import is_own, names_code
+from dreamerv3.cli.task_origin import names_code, started_by_user
 from dreamerv3.view.dream_model import DreamModel, load_model
 from embodied.base import Env, TaskError
 from embodied.checkpoint import CheckpointError
 from embodied.driver import EnvError
 from embodied.replay.chunkfiles import STEPS, ChunkFolder
 
-PRIORITY = 5  # What is added to the nice value: the run comes first.
+PRIORITY = 5  # Added to the nice value, so that the run comes first.
 CONTEXT = 32  # Steps that the model is shown.
 MOST_CONTEXT = 256
 SIGNALS = ("is_first", "is_last", "is_terminal", "reward")
-SHOWN_VECTOR = 64  # Numbers of a vector that are sent.
-MOST_FILE = 1 << 30  # Bytes that a file of the replay may need.
+SHOWN_VECTOR = 64  # How many numbers of a vector are sent.
+MOST_FILE = 1 << 30  # Bytes of memory that a file of the replay may need.
 
 log = logging.getLogger("embodied.view")
 
 
 class NoDream(Exception):
-    """There is nothing to dream of; the message says why."""
+    """The run offers nothing to dream of; the message says why."""
 
 
 def answer_requests(logdir: str, connection: Any) -> None:
-    """Answers JSON with JSON until the other side is gone."""
+    """Answers JSON requests with JSON until the other side closes the connection."""
     os.nice(PRIORITY)
     dream: Dream | None = None
     while True:
@@ -76,11 +76,11 @@ class Dream:
         if self._config.random_agent:
             raise NoDream("This run has a random agent, which has no world model.")
         self._model: DreamModel = load_model(logdir, self._config)
-        # Compiled now, and not when a key is pressed.
+        # Compile now rather than when a key is pressed.
         self._model.imagine(self._model.initial(), self._model.no_action())
         self._env: Env | None = None
         self._context: list[dict[str, Any]] = []
-        # The last step of the context, and what was recorded after it.
+        # The last step of the context, and the steps recorded after it.
         self._trail: list[dict[str, Any]] = []
         self._on_trail = False  # Whether all actions since were the recorded ones.
         self._latent: Any = None
@@ -89,10 +89,12 @@ class Dream:
         self._true_total: float | None = None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Does what is asked for."""
+        """Handles a request, whose `do` is start, step or restart."""
         does = {"start": self.start, "step": self.step, "restart": self.restart}
         if request.get("do") not in does:
-            raise ValueError(f"A dream expected to {', '.join(does)}.")
+            raise ValueError(
+                f"do: expected {' or '.join(does)}, got {request.get('do')!r}."
+            )
         return does[request["do"]](request)
 
     def start(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +131,7 @@ class Dream:
         }
 
     def restart(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Goes back to the end of the context, if the truth can."""
+        """Goes back to the end of the context, unless an environment played it."""
         if self._env is not None:
             raise NoDream("An episode that was played cannot be played again.")
         self._begin()
@@ -147,7 +149,7 @@ class Dream:
 
         Args:
           request: `action`, by key, or `policy`, to let the policy choose, or
-            `recorded`, for what the run did at this moment.
+            `recorded`, for the action that the run took at this moment.
         """
         now = self._trail[self._steps] if self._has_recorded() else None
         if request.get("policy"):
@@ -174,7 +176,7 @@ class Dream:
         return self._on_trail and self._steps + 1 < len(self._trail)
 
     def _frame(self, truth: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What is shown of the present state."""
+        """Returns what is shown of the present state, and of the truth if given."""
         shown = self._model.show(self._latent)
         frame = {
             "at": self._steps,
@@ -194,7 +196,7 @@ class Dream:
         return frame
 
     def _shown(self, obs: Mapping[str, Any]) -> dict[str, Any]:
-        """Images as pixels, vectors as numbers."""
+        """Returns images as pixels and vectors as numbers, ready for JSON."""
         shown: dict[str, Any] = {}
         for key, space in self._model.decoded:
             value = np.asarray(obs[key])
@@ -209,18 +211,18 @@ class Dream:
     def _play(self, count: int) -> list[dict[str, Any]]:
         """Starts the environment, and lets the policy play in it.
 
-        An episode that ends before is played anew, for half as long, so that there is
-        something left of it.
+        If the episode ends within `count` steps, another one is played for half as long
+        as it lasted, so that something is left of it.
         """
         from dreamerv3.cli.factories import make_env
 
-        if names_code(self._config.task) and not is_own(
+        if names_code(self._config.task) and not started_by_user(
             self._logdir, self._config.task
         ):
             raise NoDream(
                 f"The environment {self._config.task} names code that would be "
-                "imported, and it is not known that you have started this run on this "
-                "machine. Begin at a moment of the replay."
+                "imported, and there is no proof that you have started this run on "
+                "this machine. Begin at a moment of the replay."
             )
         self._env = make_env(self._config, 0)
         while True:
@@ -255,7 +257,7 @@ class Dream:
         self._true_total += float(obs["reward"])
         truth = {**{key: obs[key] for key in self._model.keys}, **_signals(obs)}
         if truth["is_last"]:
-            # Shown once; what follows would be another episode.
+            # Shown once; the next steps would be of another episode.
             shown, self._true_total = truth, None
             return shown
         return truth
@@ -263,7 +265,7 @@ class Dream:
     def _from_replay(
         self, moment: float, count: int
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns the steps before and after a moment."""
+        """Returns the steps up to a moment, and those after it."""
         steps = read_moment(self._logdir, moment, count)
         needed = {*self._model.keys, *SIGNALS, *(k for k, _ in self._model.actions)}
         missing = sorted(needed - set(steps[0][0]))
@@ -284,12 +286,13 @@ def read_moment(
 
     Args:
       logdir: of the run.
-      moment: from 0, the oldest, to 1, the newest file and step in it.
-      count: steps before the moment, itself included; fewer where an episode begins.
+      moment: from 0, the oldest step, to 1, which leaves `count` steps after it in the
+        newest file.
+      count: steps up to the moment, itself included; fewer if an episode begins there.
 
     Returns:
-      Steps until the moment, and those after it, until the end of the episode or of
-      the file.
+      Steps up to the moment, and those after it, until the end of the episode or of the
+      file.
 
     Raises:
       NoDream: nothing is saved.
@@ -314,7 +317,7 @@ def read_moment(
     arrays, _ = folder.read(file, MOST_FILE // (file.stop - file.start))
     total = len(arrays["is_first"])
     end = max(1, round((place - index if moment < 1 else 1.0) * (total - 1)))
-    if moment == 1.0:  # With something left to compare with.
+    if moment == 1.0:  # Leave recorded steps to compare with.
         end = max(1, total - 1 - count)
     start = max(0, end + 1 - count)
     firsts = np.flatnonzero(arrays["is_first"][start : end + 1])
@@ -337,7 +340,7 @@ def _same(action: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
 
 
 def _pixels(value: np.ndarray) -> dict[str, Any]:
-    """Returns an image [H, W, C] as the bytes of its colours."""
+    """Returns an image [H, W, C] as base64 of its RGB bytes, with its size."""
     if value.dtype != np.uint8:
         value = (np.clip(value, 0, 1) * 255).astype(np.uint8)
     if value.shape[-1] < 3:

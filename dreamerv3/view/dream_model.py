@@ -1,9 +1,9 @@
 """The world model of a run, one step at a time, for a single sequence. With JAX.
 
 model = load_model(logdir, config)
-latent = model.observe(model.initial(), step)     # What the model is shown.
-latent = model.imagine(latent, action)            # What it makes of an action.
-model.show(latent)                                # Decoded.
+latent = model.observe(model.initial(), step)     # Shows the model a recorded step.
+latent = model.imagine(latent, action)            # Predicts what an action leads to.
+model.show(latent)                                # Decodes the state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from dreamerv3 import model as networks
 from dreamerv3.agent import make_algorithm, set_up_devices
 from dreamerv3.policies.acting_agent import on_one_device
-from dreamerv3.policies.inference import agent_spaces, must_fit
+from dreamerv3.policies.inference import agent_spaces, checkpoint_errors
 from embodied.base import Array, Spaces, Tree
 from embodied.jax.distributions import Categorical
 from embodied.jax.heads import action_vector
@@ -35,8 +35,8 @@ from embodied.run.saving import read_agent
 from embodied.space import Space
 
 Step = Mapping[str, Any]
-# `latent`, with the action that followed, and `shown` and `chosen` once they were
-# decoded; a batch of one.
+# A batch of one: `latent`, which includes the action that followed, and, once they were
+# decoded, `shown` and `chosen`.
 State = dict[str, Any]
 
 
@@ -57,7 +57,7 @@ def load_model(logdir: Path, config: elements.Config) -> DreamModel:
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     sizes = {name: leaf.shape for name, leaf in flat_params(shapes).items()}
-    with must_fit(saved):
+    with checkpoint_errors(saved):
         given = {k: v for k, v in saved.data["params"].items() if k in sizes}
         found = choose_arrays(given, sizes, None)
     dtypes = {name: leaf.dtype for name, leaf in flat_params(shapes).items()}
@@ -67,13 +67,13 @@ def load_model(logdir: Path, config: elements.Config) -> DreamModel:
 
 
 class DreamModel:
-    """Steps of the model, compiled. Belongs to one thread.
+    """Compiled single steps of the world model. Belongs to one thread.
 
     Attributes:
       decoded: spaces of the observations that can be shown, by key.
       actions: spaces of the actions, by key.
       keys: of the observations that the model is shown.
-      step: of the run at which the model was saved.
+      step: step of the run at which the model was saved.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class DreamModel:
         }
 
     def action(self, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Returns an action from plain values; what is missing is zero.
+        """Returns an action from plain values; missing ones are 0, or the lowest class.
 
         Raises:
           ValueError: a value does not fit its space.
@@ -163,7 +163,7 @@ class DreamModel:
         return actions
 
     def clipped(self, action: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Returns an action as environments take it; policies sample beyond bounds."""
+        """Returns an action within its bounds, beyond which policies may sample."""
         return {
             key: np.clip(action[key], space.low, space.high).astype(space.dtype)
             if not space.discrete
@@ -179,7 +179,7 @@ class DreamModel:
         }
 
     def _decoded(self, state: State) -> State:
-        """Decodes a state once, since most of the context need not be."""
+        """Decodes a state on first use, since most states of the context never are."""
         if "shown" not in state:
             state |= self._decode(self._model, state["latent"], self._next())
         return state
@@ -190,10 +190,10 @@ class DreamModel:
 
 
 def describe_space(key: str, space: Space) -> dict[str, Any]:
-    """Returns what a page needs to know of a space.
+    """Returns what a page needs to know about a space.
 
     `variables` has the lowest value and the number of classes of each element, in
-    order; it is None for what is continuous.
+    order; it is None for a continuous space.
     """
     variables = None
     if space.discrete:
@@ -211,7 +211,7 @@ def describe_space(key: str, space: Space) -> dict[str, Any]:
 
 
 def _describe_choice(space: Space, dist: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns `probs` of each variable, or `mean` and `std` of what is continuous."""
+    """Returns `probs` of each variable, or `mean` and `std` of a continuous action."""
     if not space.discrete:
         return {name: value[0].reshape(-1).tolist() for name, value in dist.items()}
     rows = dist["probs"][0].reshape(-1, dist["probs"].shape[-1]).tolist()

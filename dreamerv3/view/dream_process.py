@@ -1,8 +1,8 @@
 """Sessions of the dream, each a process of its own. The view's server.
 
 The model, JAX and the environment live in that process, which `dreamerv3.view.dream`
-describes. It is asked in JSON over a pair of sockets, ends with the session or with the
-server, and gives way to the run: it has a low priority and uses no accelerator.
+describes. It takes JSON requests over a pair of sockets, ends with the session or with
+the server, and gives way to the run: it has a low priority and uses no accelerator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IDLE_SECONDS = 600.0  # After which a session that nobody uses is ended.
 
 
 class DreamError(RuntimeError):
-    """A dream cannot go on; the message is for the person.
+    """A dream cannot go on; the message is for the user.
 
     Attributes:
       status: the HTTP status of the answer.
@@ -37,7 +37,7 @@ class DreamError(RuntimeError):
 
 
 class Dreams:
-    """All sessions, of which there is a limit. Any thread.
+    """All sessions, up to a limit. Any thread.
 
     Args:
       limit: sessions at a time.
@@ -52,7 +52,7 @@ class Dreams:
         """Begins a session; returns its first frame, with its name as `session`.
 
         Raises:
-          DreamError: there are too many, or the run has nothing to dream of.
+          DreamError: there are too many sessions, or the run has nothing to dream of.
         """
         with self._lock:
             self._forget()
@@ -75,7 +75,7 @@ class Dreams:
         """Sends a request to a session, and returns its answer.
 
         Raises:
-          DreamError: there is no such session, or it could not do it.
+          DreamError: there is no such session, or the request has failed.
         """
         with self._lock:
             session = self._sessions.get(name)
@@ -101,7 +101,7 @@ class Dreams:
             self.end(name)
 
     def _forget(self) -> None:
-        """Ends sessions that nobody uses. The lock is held."""
+        """Ends sessions that are idle or whose process is gone. The lock is held."""
         for name, session in list(self._sessions.items()):
             if session.idle > IDLE_SECONDS or not session.running:
                 del self._sessions[name]
@@ -128,12 +128,12 @@ class _Session:
 
     @property
     def idle(self) -> float:
-        """Seconds since it was used."""
+        """Seconds since the last answer; 0 while a request is being answered."""
         return 0.0 if self._lock.locked() else time.monotonic() - self._used
 
     @property
     def running(self) -> bool:
-        """Whether its process is there."""
+        """Whether its process is running."""
         return self._process.running
 
     def call(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Runs below the folders that were given: what they are and how they are. The server.
+"""Finds the runs below given folders and reads their state. The view's server.
 
-Everything is read, nothing is written or locked, and only files with the names that
-runs give them are opened. A run is named by a number made of its path, never by the
-path itself, so that nobody can ask for another file.
+Files are only read, never written or locked, and only files with the names that runs
+give them are opened. Requests name a run by a hash of its path, never by the path
+itself, so that they cannot ask for another file.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ MOST_OPEN = 32  # Runs whose curves and events are kept in memory,
 MOST_POINTS = 4_000_000  # with so many values altogether.
 SKIPPED = {"ckpt", "replay", "replay_eval", "replicas"}  # Folders of a run itself.
 SCAN_SECONDS = 3.0
-LIVE_SECONDS = 10.0  # Age of live.json after which nobody writes it any more.
-OLD_LIVE_SECONDS = 600.0  # Age of metrics of a run without it.
+LIVE_SECONDS = 10.0  # Age of live.json from which on a run no longer counts as live.
+OLD_LIVE_SECONDS = 600.0  # The same for the metrics of a run without live.json.
 CURVE_POINTS = 60
 EVENT_BYTES = 1 << 22  # Of events.jsonl, from its end.
 LIVE_BYTES = 1 << 22
 SHOWN_EVENTS = 1000
 LOCK = ".lock"
-LISTED = {"live", "marks", "head", "summary"}  # Read of each run for the list.
+# Kept in the cache for the list of runs.
+SUMMARY_CACHE_KEYS = {"live", "marks", "head", "summary"}
 # Keys in which runs of one setting may differ.
 OWN_KEYS = ("logdir", "seed", "replica", "method")
 
 
 class Runs:
-    """All runs below some folders, looked for now and then. Any thread.
+    """All runs below some folders, which are scanned every few seconds. Any thread.
 
     Args:
       folders: runs, or folders of runs.
@@ -65,13 +66,13 @@ class Runs:
 
     def __init__(self, folders: Sequence[str | os.PathLike[str]]):
         self.folders = [Path(folder).resolve() for folder in folders]
-        self._lock = threading.Lock()  # Guards what is below.
+        self._lock = threading.Lock()  # Guards the fields below.
         self._runs: dict[str, RunFolder] = {}
         self._opened: dict[str, RunFolder] = {}  # The least recently used first.
         self._scanned = 0.0
 
     def all(self) -> list[RunFolder]:
-        """Returns the runs that are there now, by name."""
+        """Returns the runs that exist now, sorted by name."""
         with self._lock:
             if time.monotonic() - self._scanned > SCAN_SECONDS or not self._scanned:
                 self._scan()
@@ -79,9 +80,9 @@ class Runs:
             return sorted(self._runs.values(), key=lambda run: run.name)
 
     def get(self, identity: str) -> RunFolder | None:
-        """Returns a run by its number, to read its curves and events.
+        """Returns a run by its identity, to read its curves and events.
 
-        Runs that were not asked for since the longest time forget theirs.
+        If too much is in memory, the least recently used runs free theirs.
         """
         self.all()
         with self._lock:
@@ -160,7 +161,7 @@ class RunFolder:
         self.scores = MetricFile(path / SCORES)
         self.videos = Videos(path)
         self._lock = threading.Lock()  # Guards the cache.
-        self._cache: dict[str, tuple[Any, Any]] = {}  # By what: stamp and value.
+        self._cache: dict[str, tuple[Any, Any]] = {}  # Stamp and value, by name.
 
     @property
     def points(self) -> int:
@@ -173,16 +174,16 @@ class RunFolder:
         self.scores.forget()
         self.videos = Videos(self.path)
         with self._lock:
-            for name in set(self._cache) - LISTED:
+            for name in set(self._cache) - SUMMARY_CACHE_KEYS:
                 del self._cache[name]
 
     def stamp(self) -> tuple[Any, ...]:
-        """Returns a value that changes when a file of the run has."""
+        """Returns a value that changes whenever a file of the run changes."""
         names = (LIVE, EVENTS, METRICS, SCORES, FILENAME)
         return tuple(_stamp(self.path / name) for name in names)
 
     def live(self) -> dict[str, Any]:
-        """Returns what `live.json` has; empty if there is none."""
+        """Returns the content of `live.json`; empty if there is none."""
         return self._cached("live", LIVE, self._read_live)
 
     def events(self) -> list[dict[str, Any]]:
@@ -202,7 +203,7 @@ class RunFolder:
         if live:
             age = now - _number(live.get("time"))
             if last.get("kind") == END or live.get("state") == "ended":
-                # A logger that is restarted comes back at once.
+                # A logger that is being restarted writes again soon.
                 return "ended" if last.get("kind") == END or age > 60 else "live"
             if age < LIVE_SECONDS:
                 return "live"
@@ -231,14 +232,12 @@ class RunFolder:
         ]
         points = np.array(ticks, np.float64).reshape(-1, 2)
         points = points[np.argsort(points[:, 0], kind="stable")]
-        # The last time at which the step was that one.
+        # The last time at which each step was reached.
         steps, index = np.unique(points[::-1, 0], return_index=True)
         return steps, points[::-1, 1][index]
 
     def configuration(self) -> dict[str, Any]:
-        """Returns all keys with their values, those that differ from the defaults
-        among them, and the size of the model.
-        """
+        """Returns all values, those that differ from defaults, and the model's size."""
         return self._cached("config", FILENAME, self._read_configuration)
 
     def published(self) -> dict[str, Any] | None:
@@ -256,7 +255,13 @@ class RunFolder:
         return {"step": step, "score": score}
 
     def _cached(self, what: str, name: str | None, read: Any) -> Any:
-        """Returns what was read, unless its file has changed since."""
+        """Returns a cached value, which is read again if its file has changed.
+
+        Args:
+          what: name of the value.
+          name: of its file; None if it depends on all files and on the time.
+          read: reads the value.
+        """
         stamp = _stamp(self.path / name) if name else self._whole_stamp()
         with self._lock:
             found = self._cache.get(what)
@@ -352,7 +357,7 @@ class RunFolder:
         return {"values": shown, "changed": changed, "size": model_size(values)}
 
     def _read_values(self) -> dict[str, Any] | str:
-        """Returns all keys, with defaults for those that it lacks; or what is wrong."""
+        """Returns all values, with defaults for missing ones, or an error's text."""
         try:
             found = flatten(dict(read_config(self.path / FILENAME)))
         except (ConfigError, OSError) as error:
@@ -379,7 +384,7 @@ class RunFolder:
         }
 
     def _holder_lives(self) -> bool:
-        """Whether the process that is noted in the logdir's lock is there."""
+        """Returns whether the process that the logdir's lock names is running."""
         text = _read_text(self.path / LOCK)
         match = re.fullmatch(r"process (\d+) of (\S+)", text.strip())
         if not match:
@@ -393,7 +398,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _checked_live(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a `live.json` has in the types that it should have."""
+    """Returns the content of a `live.json` with every value in its expected type."""
 
     def numbers(value: Any) -> dict[str, float]:
         given = value if isinstance(value, dict) else {}
@@ -428,7 +433,7 @@ def _checked_live(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _alive(started: dict[str, Any]) -> bool:
-    """Whether a process is there; one of another host counts as such."""
+    """Returns whether a process is running; one of another host counts as running."""
     pid = started.get("pid")
     if started.get("host") != socket.gethostname() or not isinstance(pid, int):
         return True

@@ -1,7 +1,7 @@
 """Metrics of a run as columns, read as they are appended. The view's server.
 
 metrics = MetricFile(logdir / "metrics.jsonl")
-metrics.update()                              # Reads what is new since last time.
+metrics.update()                              # Reads what was appended since.
 steps, values = metrics.column("train/loss")  # [N] float64 each.
 steps, values = thin(steps, values, 800)
 """
@@ -19,27 +19,27 @@ from typing import Any
 import numpy as np
 
 BLOCK = 1 << 20  # Bytes that are parsed at once.
-LINE = 1 << 16  # Bytes around a position in which a sample looks for a whole line.
+LINE = 1 << 16  # Bytes before a position in which a sample looks for a whole line.
 MOST_NAMES = 5000  # Of metrics in one file; a run has a few hundred.
 MOST_POINTS = 3_000_000  # Of one file in memory, 16 bytes each.
-FEW_POINTS = 100  # Of a column, which is not thinned.
+FEW_POINTS = 100  # Up to which a column is not thinned.
 STEP = "step"
 
 
 class MetricFile:
     """A file of JSON lines as columns, by name of the metric. Any thread.
 
-    A file that has become shorter was written anew, and is read from its start. What
-    is no JSON object is left out, as is a last line without its end. Of a file with
-    more than `MOST_POINTS` values, earlier ones are thinned.
+    A file that has become shorter was written anew, and is read from its start. Lines
+    that are not JSON objects are left out, and so is a last line without its end. If a
+    file has more than `MOST_POINTS` values, earlier ones are thinned.
 
     Args:
-      path: of the file, which may not be there yet.
+      path: of the file, which need not exist yet.
     """
 
     def __init__(self, path: Path):
         self._path = path
-        self._lock = threading.Lock()  # Guards what is below.
+        self._lock = threading.Lock()  # Guards the fields below.
         self.forget()
 
     def forget(self) -> None:
@@ -48,7 +48,7 @@ class MetricFile:
             self._clear()
 
     def update(self) -> bool:
-        """Reads what was appended; returns whether there was anything."""
+        """Reads the lines that were appended; returns whether there were any."""
         with self._lock:
             try:
                 with self._path.open("rb") as file:
@@ -112,9 +112,9 @@ class MetricFile:
             self._points += len(steps)
 
     def _add_alike(self, rows: list[dict[str, Any]]) -> bool:
-        """Adds rows that have one metric, the same, as scores do; False for others.
+        """Adds rows that all have the same single metric, as scores do, in one go.
 
-        Which takes two thirds of the time.
+        This takes two thirds of the time of `_add`. Returns False for other rows.
         """
         keys = rows[0].keys() if rows else ()
         if len(keys) != 2 or any(row.keys() != keys for row in rows):
@@ -169,7 +169,7 @@ def _finite(value: Any) -> float | None:
 
 
 def parse_lines(block: bytes) -> list[dict[str, Any]]:
-    """Returns the JSON objects of whole lines; what is none is left out."""
+    """Returns the JSON objects of whole lines; other lines are left out."""
     lines = block.split(b"\n")
     try:  # All at once, which takes a third of the time.
         rows = json.loads(b"[" + b",".join(line for line in lines if line) + b"]")
@@ -215,7 +215,7 @@ def _line_at(file: Any, size: int, share: float) -> bytes:
         start = max(0, end - length)
         file.seek(start)
         lines = file.read(end - start).split(b"\n")
-        # The first may lack its beginning, the last its end.
+        # The first line may lack its beginning, the last one its end.
         whole = lines[1:-1] if start else lines[:-1]
         if whole:
             return whole[-1]
@@ -223,7 +223,7 @@ def _line_at(file: Any, size: int, share: float) -> bytes:
 
 
 def thin(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Leaves out points that a chart of so many pixels would not show.
+    """Leaves out points that a chart of as many pixels would not show.
 
     Args:
       x: [N], in any order; returned ascending.
@@ -231,8 +231,8 @@ def thin(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndar
       points: the most to return.
 
     Returns:
-      At most `points` of the points, which have the least and the largest value of
-      each of `points / 2` parts of the axis. Values that are not finite are left out.
+      At most `points` of the points: the smallest and the largest value in each of
+      `points / 2` parts of the axis. Values that are not finite are left out.
     """
     there = np.isfinite(x) & np.isfinite(y)
     x, y = x[there], y[there]

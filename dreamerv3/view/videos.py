@@ -1,6 +1,6 @@
 """Videos of a run, from its TensorBoard files. The view's server.
 
-These files have all that a run films: episodes (`epstats/policy_KEY`) and open-loop
+These files have all videos of a run: episodes (`epstats/policy_KEY`) and open-loop
 predictions (`report/openloop/KEY`). They are read as they grow, without their scalars.
 """
 
@@ -29,7 +29,7 @@ KINDS = {b"GIF8": "image/gif", b"\x89PNG": "image/png"}
 
 @dataclasses.dataclass(frozen=True)
 class Video:
-    """A video, and where it lies."""
+    """A video and the place of its record in a file."""
 
     number: int
     tag: str
@@ -50,12 +50,12 @@ class Videos:
 
     def __init__(self, logdir: Path):
         self._logdir = logdir
-        self._lock = threading.Lock()  # Guards what is below.
+        self._lock = threading.Lock()  # Guards the fields below.
         self._offsets: dict[Path, int] = {}
         self._found: dict[int, Video] = {}
 
     def update(self) -> list[Video]:
-        """Reads what is new; returns all that are kept, the oldest first."""
+        """Reads new records; returns all videos that are kept, the oldest first."""
         with self._lock:
             for path in sorted(self._logdir.glob(PATTERN)):
                 if path.is_symlink():
@@ -68,7 +68,7 @@ class Videos:
             return sorted(self._found.values(), key=lambda video: video.time)
 
     def content(self, number: int) -> tuple[str, bytes] | None:
-        """Returns the kind and the bytes of a video by its number."""
+        """Returns the media type and the bytes of a video; None if it is gone."""
         with self._lock:
             video = self._found.get(number)
         if video is None:
@@ -83,7 +83,7 @@ class Videos:
         return (video.kind, image.image.encoded_image_string) if image else None
 
     def still(self, number: int) -> tuple[str, bytes] | None:
-        """Returns the first picture of a video, like `content`."""
+        """Returns the first picture of a video as PNG, like `content`."""
         found = self.content(number)
         if found is None:
             return None
@@ -118,7 +118,7 @@ class Videos:
         kind = KINDS.get(image.image.encoded_image_string[:4])
         if kind is None:
             return
-        # Always the same for the same video, so that pages can keep it.
+        # The same video always has the same number, so that pages can keep it.
         place = hashlib.sha256(f"{path.name} {offset}".encode()).digest()
         video = Video(
             number=int.from_bytes(place[:6]),

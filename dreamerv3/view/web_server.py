@@ -4,7 +4,7 @@
     /TOKEN/static/NAME      its files
     /TOKEN/api/...          JSON; `api/stream` sends changes as server-sent events
 
-Without the token nothing is answered. Logdirs are only read.
+Requests without the token are answered with 404. Logdirs are only read.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ HEADERS = {
 
 
 class Guard:
-    """Lets requests with the token pass, and adds headers that protect the page.
+    """Passes on requests that have the token, and adds headers that protect the page.
 
     Args:
       app: gets the requests, without the token in their path.
       token: the first part of every path.
-      hosts: names under which the server may be asked for; empty for any. A page of
-        another name that resolves to this machine is refused.
+      hosts: host names that requests may have; empty for any. A page of another name
+        that resolves to this machine is refused.
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Sequence[str] = ()):
@@ -96,7 +96,8 @@ class Guard:
         _, _, rest = scope["path"].partition("/")
         token, slash, path = rest.partition("/")
         if not (
-            self._knows(scope) and secrets.compare_digest(token.encode(), self._token)
+            self._host_allowed(scope)
+            and secrets.compare_digest(token.encode(), self._token)
         ):
             text = "Not found. The address needs the token that the view has printed."
             await PlainTextResponse(text, 404)(scope, receive, guarded)
@@ -108,7 +109,7 @@ class Guard:
         inner = {**scope, "path": f"/{path}", "raw_path": f"/{path}".encode()}
         await self._app(inner, receive, guarded)
 
-    def _knows(self, scope: Scope) -> bool:
+    def _host_allowed(self, scope: Scope) -> bool:
         if not self._hosts:
             return True
         given = dict(scope["headers"]).get(b"host", b"").decode(errors="replace")
@@ -117,7 +118,7 @@ class Guard:
 
 
 class Pages:
-    """The answers to requests.
+    """The handlers of all requests.
 
     Args:
       runs: to show.
@@ -129,7 +130,7 @@ class Pages:
         self._dreams = dreams
 
     def routes(self) -> list[Route]:
-        """Returns the addresses, without the token."""
+        """Returns the routes, without the token in their paths."""
         post = ["POST"]
         return [
             Route("/", self.index),
@@ -159,7 +160,7 @@ class Pages:
         return _json([run.summary() for run in self._runs.all()])
 
     def show_run(self, request: Request) -> Response:
-        """Returns all of a run but its curves."""
+        """Returns everything about a run except for its curves."""
         run = self._run(request.path_params["run"])
         run.metrics.update()
         run.scores.update()
@@ -233,7 +234,7 @@ class Pages:
         return Response(found[1], media_type=found[0])
 
     async def stream(self, request: Request) -> Response:
-        """Sends a run, or without one all runs, whenever they change."""
+        """Sends a run whenever it changes, or the list's changes if none is named."""
         identity = request.query_params.get("run")
         run = None
         if identity:
@@ -249,7 +250,7 @@ class Pages:
             return _json(await run_in_threadpool(self._dreams.start, run.path, body))
 
     async def step_dream(self, request: Request) -> Response:
-        """Makes a step in a dream."""
+        """Makes a step in a dream, or restarts it."""
         body, session = await _body(request), request.path_params["session"]
         with _dream_errors():
             return _json(await run_in_threadpool(self._dreams.call, session, body))
@@ -371,7 +372,7 @@ def serve(
     config = uvicorn.Config(
         make_app(folders, token, sessions, hosts),
         log_level="warning",
-        access_log=False,  # Addresses have the token.
+        access_log=False,  # Addresses contain the token.
         timeout_graceful_shutdown=1,
         server_header=False,
     )
@@ -391,7 +392,7 @@ def _refuse(request: Request, error: Any) -> Response:
 
 
 def _json(content: Any) -> Response:
-    # As ASCII, and with NaN as null, which JSON lacks.
+    # As ASCII, and with null for NaN and infinities, which JSON lacks.
     try:
         text = json.dumps(content, allow_nan=False)
     except ValueError:
@@ -420,7 +421,7 @@ def _message(run: RunFolder) -> str:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    # Only what a page of ours sends: a form of another site cannot have this type.
+    # The view's own page sends this type, which a form of another site cannot.
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         raise HTTPException(415, "Expected application/json.")
     length = _clamp(request.headers.get("content-length"), 0, 0, MOST_BODY + 1)
@@ -456,7 +457,7 @@ def _with_live_scores(
 
 
 def _in_time(run: RunFolder, x: np.ndarray) -> np.ndarray:
-    """Turns steps into seconds since 1970; NaN where that is not known."""
+    """Turns steps into seconds since 1970; NaN if the run has no times."""
     steps, times = run.times()
     if not len(steps):
         return np.full(len(x), np.nan)

@@ -17,12 +17,13 @@ A single process does the same in one call, and reads it back at start-up:
 Files, below the root (the logdir):
 
     ckpt/NAME/TAG.safetensors   the arrays of a part
-    ckpt/NAME/TAG.json          the rest of it, with the digest of its arrays
+    ckpt/NAME/TAG.json          its other values, with the digest of the arrays
     ckpt/manifest.json          the newest commit: all files with size and digest
-    ckpt/manifests/TAG.json     the commits that are kept, the newest included
-    ckpt/starts, verified       what roles note for each other when they start
+    ckpt/manifests/TAG.json     a copy of each kept commit, the newest included
+    ckpt/starts                 how often roles have started, checked by each commit
+    ckpt/verified               which files a role has verified, for roles that start
 
-What is damaged is skipped with a warning that names the file, through the logger
+Damaged checkpoints are skipped with a warning that names the file, through the logger
 `embodied.checkpoint` of the `logging` module.
 """
 
@@ -32,16 +33,18 @@ from embodied.checkpoint.files import (
     FileRecord,
     write_file,
 )
-from embodied.checkpoint.manifest import Manifest
-from embodied.checkpoint.store import Checkpoint
+from embodied.checkpoint.reading import Checkpoint
+from embodied.checkpoint.store import Cut, Manifest, PartWriter
 from embodied.checkpoint.treefiles import load_tree, save_tree
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "Cut",
     "DiskTooSmallError",
     "FileRecord",
     "Manifest",
+    "PartWriter",
     "load_tree",
     "save_tree",
     "write_file",

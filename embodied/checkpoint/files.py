@@ -1,11 +1,11 @@
-"""Files that are written whole or not at all, and read with proof. Any process."""
+"""Atomic writes, verified reads and names of files. Any process."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -14,7 +14,6 @@ import re
 import secrets
 import shutil
 import stat
-import time
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,11 +25,11 @@ Buffer = Any  # Anything with the buffer protocol, contiguous in C order.
 DIGEST_PREFIX = "sha256:"
 _RECORD_FIELDS = {"path": str, "size": int, "digest": str, "required": bool}
 _DIGEST = re.compile(DIGEST_PREFIX + "[0-9a-f]{64}")
+_TAG = re.compile(r"([0-9]{8}T[0-9]{12})-([0-9]{8})")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.partial-save")
-_VERIFIED_SECONDS = 600.0  # For which another process's word is taken.
 _SLICE = 1 << 22  # Bytes that are hashed and then written while still in the cache.
-# What a save leaves on the disk, for metrics and for what other roles save meanwhile: a
-# share of its own bytes, and this at least.
+# Free space that a save leaves on the disk, for metrics and for saves of other roles: a
+# share of its own bytes, and at least this many bytes.
 _SPARE_SHARE, _SPARE_BYTES = 0.1, 1_000_000
 
 logger = logging.getLogger("embodied.checkpoint")
@@ -49,12 +48,12 @@ class FileRecord:
     """A file that a manifest lists.
 
     Args:
-      path: where it lies, relative to the root, with forward slashes.
-      size: bytes.
+      path: where the file lies, relative to the root, with forward slashes.
+      size: size in bytes.
       digest: 'sha256:' and 64 hexadecimal digits.
-      required: whether a manifest is useless without it. Others, such as replay
-        chunks, are kept as long as a manifest lists them, but their reader decides
-        what to do when one is damaged.
+      required: whether a manifest is useless without the file. Files that are not
+        required, such as replay chunks, are kept as long as a manifest lists them,
+        but their reader decides what to do if one is damaged.
     """
 
     path: str
@@ -68,7 +67,7 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, data: Any) -> FileRecord:
-        """Returns the record that `to_json` described; checks every field."""
+        """Returns the record that `to_json` turned into `data`; checks every field."""
         if not isinstance(data, dict) or data.keys() != _RECORD_FIELDS.keys():
             raise CheckpointError(
                 f"A file record has the fields {', '.join(_RECORD_FIELDS)}, got "
@@ -79,7 +78,7 @@ class FileRecord:
         return record
 
     def check(self) -> None:
-        """Raises CheckpointError unless every field is as it should be."""
+        """Raises CheckpointError unless every field is valid."""
         for name, kind in _RECORD_FIELDS.items():
             if type(getattr(self, name)) is not kind:
                 raise CheckpointError(
@@ -106,7 +105,7 @@ class HashedReader:
         self._path = path
         target = locate(root, path)
         try:
-            # Opening a pipe would wait for a writer, so look at what it is first.
+            # Opening a pipe would wait for a writer, so check the file type first.
             if not stat.S_ISREG(target.stat().st_mode):
                 raise CheckpointError(f"Expected a regular file at {target}.")
             self._file = open(target, "rb", buffering=0)  # noqa: SIM115
@@ -142,7 +141,7 @@ class HashedReader:
             start += count
 
     def check(self, record: FileRecord) -> None:
-        """Raises if the file is not the one of `record`; reads what is left of it."""
+        """Reads the rest of the file; raises unless size and digest match `record`."""
         if self.size != record.size:
             raise CheckpointError(
                 f"{self._path} is damaged: it has {self.size} bytes, "
@@ -162,17 +161,18 @@ class HashedReader:
 def write_file(
     root: Root, path: str, buffers: Buffer | Iterable[Buffer], required: bool = True
 ) -> FileRecord:
-    """Writes a file that appears under its name only when it is whole and on disk.
+    """Writes a file, which gets its name only once it is whole and on disk.
 
     Args:
       root: folder that `path` is relative to.
-      path: where to write, with forward slashes. A file there is replaced at once.
-      buffers: the contents, as one or as an iterable of buffers, such as bytes or
+      path: where to write, with forward slashes. An existing file is replaced
+        atomically.
+      buffers: the contents, as one buffer or an iterable of buffers, such as bytes or
         contiguous arrays; each is written without a copy.
-      required: goes into the record.
+      required: stored in the record; see `FileRecord`.
 
     Raises:
-      CheckpointError: it could not be written; nothing is left behind.
+      CheckpointError: the file could not be written; its temporary file is removed.
     """
     if isinstance(buffers, bytes | bytearray | memoryview):
         buffers = [buffers]
@@ -194,15 +194,15 @@ def write_file(
 
 
 def temporary_beside(target: Path) -> Path:
-    """Returns a new name in a file's folder, of a kind that `Checkpoint.clean` removes.
+    """Returns a new temporary path beside a file; `Checkpoint.clean` removes leftovers.
 
-    The folder is the file's, so that `os.replace` can give it its name at once.
+    It is in the same folder, so that `os.replace` can rename it to the file atomically.
     """
     return target.with_name(f".{secrets.token_hex(8)}.partial-save")
 
 
 def read_file(root: Root, path: str, record: FileRecord | None = None) -> bytearray:
-    """Returns the contents of a file, checked against `record` where given."""
+    """Returns the contents of a file, checked against `record` if given."""
     with HashedReader(root, path) as reader:
         data = bytearray(reader.size)
         reader.fill(memoryview(data))
@@ -213,7 +213,8 @@ def read_file(root: Root, path: str, record: FileRecord | None = None) -> bytear
 
 def seal(content: Any) -> bytes:
     """Returns JSON that carries the digest of its own content."""
-    # Surrogates are legal in a str, and this is how the two of a pair stay two.
+    # A str may hold surrogates. Escaped in JSON, the two of a pair would be read back
+    # as one character, so they are encoded as they are.
     text = json.dumps(
         content, ensure_ascii=False, allow_nan=False, separators=(",", ":")
     ).encode("utf-8", "surrogatepass")
@@ -222,7 +223,7 @@ def seal(content: Any) -> bytes:
 
 
 def unseal(path: str, data: bytes | bytearray) -> Any:
-    """Returns the content that `seal` was given; `path` is for the error."""
+    """Returns the content given to `seal`; `path` names the file in errors."""
     sealed = re.fullmatch(
         rb'\{"digest":"(sha256:[0-9a-f]{64})","content":(.*)\}', data, re.DOTALL
     )
@@ -243,9 +244,9 @@ def unseal(path: str, data: bytes | bytearray) -> Any:
 
 
 def find_damage(root: Root, record: FileRecord, digest: bool = True) -> str | None:
-    """Returns what is wrong with a listed file; None where it is whole.
+    """Returns a sentence on the damage of a listed file; None if it is whole.
 
-    Without `digest` only the size is compared, which reads nothing.
+    Without `digest` only the size is compared, and nothing is read.
     """
     try:
         with HashedReader(root, record.path) as reader:
@@ -256,86 +257,8 @@ def find_damage(root: Root, record: FileRecord, digest: bool = True) -> str | No
     return None
 
 
-class SharedVerification:
-    """Verifies files once for all processes that start together. Any process.
-
-        with SharedVerification(root, path) as verification:
-          problem = verification.find_damage(record)
-
-    The first process reads the files and notes which are whole; the others wait for
-    it and take its word for files of the same size, time and inode. Rot on the disk
-    changes none of these, so a note is only taken for a while, and whoever reads a
-    file verifies it once more. The kernel unlocks the notes of a process that dies.
-
-    Args:
-      root: folder that paths are relative to.
-      path: of the notes.
-    """
-
-    def __init__(self, root: Root, path: str):
-        self._root = root
-        self._path = Path(root, path)
-        self._fd = -1
-        self._notes: dict[str, list[Any]] = {}
-
-    def __enter__(self) -> SharedVerification:
-        # Where there can be no notes, every process reads all files itself.
-        with contextlib.suppress(OSError):
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            self._notes = self._read()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def find_damage(self, record: FileRecord) -> str | None:
-        """Returns what is wrong with a listed file; None where it is whole."""
-        facts = self._facts(record)
-        if facts is not None:
-            noted, seconds = self._notes.get(record.path, (None, 0.0))
-            if noted == facts and abs(time.time() - seconds) < _VERIFIED_SECONDS:
-                return None
-        damage = find_damage(self._root, record)
-        if damage is None and facts is not None:
-            self._notes[record.path] = [facts, time.time()]
-            self._write()
-        return damage
-
-    def _facts(self, record: FileRecord) -> list[Any] | None:
-        try:
-            status = locate(self._root, record.path).stat()
-        except (OSError, CheckpointError):
-            return None
-        return [record.digest, status.st_size, status.st_mtime_ns, status.st_ino]
-
-    def _read(self) -> dict[str, list[Any]]:
-        try:
-            notes = json.loads(os.pread(self._fd, os.fstat(self._fd).st_size, 0))
-            return {
-                str(path): [facts, float(at)] for path, (facts, at) in notes.items()
-            }
-        except (AttributeError, TypeError, ValueError):  # A kill came while it wrote.
-            return {}
-
-    def _write(self) -> None:
-        if self._fd < 0:
-            return
-        now = time.time()
-        recent = {
-            path: note
-            for path, note in self._notes.items()
-            if abs(now - note[1]) < _VERIFIED_SECONDS
-        }
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, json.dumps(recent).encode(), 0)
-
-
 def check_path(path: str) -> None:
-    """Raises unless `path` is relative, in its shortest form, and stays inside."""
+    """Raises unless `path` is relative, in its shortest form, and below the root."""
     plain = (
         path not in ("", ".")
         and "\0" not in path
@@ -350,7 +273,7 @@ def check_path(path: str) -> None:
 
 
 def locate(root: Root, path: str) -> Path:
-    """Returns where `path` lies; no part of it below the root may be a link."""
+    """Returns the absolute path; raises if a part of it below the root is a link."""
     check_path(path)
     try:
         target = Path(root).resolve() / path
@@ -365,8 +288,31 @@ def locate(root: Root, path: str) -> Path:
     return target
 
 
+def find_tag(path: str) -> str | None:
+    """Returns the tag that the name of a file begins with; None if there is none."""
+    stem = path.rpartition("/")[2].partition(".")[0]
+    return stem if _TAG.fullmatch(stem) else None
+
+
+def check_tag(tag: str) -> None:
+    """Raises CheckpointError unless `tag` has the format of `next_tag`."""
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag):
+        raise CheckpointError(f"Expected a tag from new_tag(), got {tag!r:.100}.")
+
+
+def next_tag(previous: str | None, now: datetime.datetime) -> str:
+    """Returns a tag that sorts after `previous`, even if the clock was set back."""
+    time = now.astimezone(datetime.UTC).strftime("%Y%m%dT%H%M%S%f")
+    count = 1
+    if previous is not None:
+        last_time, last_count = previous.split("-")
+        time = max(time, last_time)
+        count = int(last_count) + 1
+    return f"{time}-{count:08d}"
+
+
 def is_temporary(path: str) -> bool:
-    """Whether this is a file that `write_file` has not finished."""
+    """Whether a path is one of `temporary_beside`: a file that was not finished."""
     return _TEMPORARY.fullmatch(path.rpartition("/")[2]) is not None
 
 
@@ -397,18 +343,18 @@ def delete(root: Root, path: str) -> bool:
 def require_space(folder: Root, needed: int, spare: int | None = None) -> None:
     """Raises unless the disk has room for `needed` bytes and `spare` more.
 
-    By default these are in proportion to what is needed, so that small disks can be
-    used, too.
+    By default `spare` is a share of `needed` (at least 1 MB), so that small disks can
+    be used, too.
 
     Raises:
-      DiskTooSmallError: there could never be room.
-      CheckpointError: there is none now.
+      DiskTooSmallError: the disk would be too small even if it were empty.
+      CheckpointError: the disk has too little free space at present.
     """
     if spare is None:
         spare = max(_SPARE_BYTES, int(_SPARE_SHARE * needed))
     usage = disk_usage(folder)
-    words = f"a part of the checkpoint needs {_megabytes(needed)} and is to leave "
-    words += _megabytes(spare)
+    words = f"a part of the checkpoint needs {_megabytes(needed)}, and "
+    words += f"{_megabytes(spare)} must stay free"
     if usage.total < needed + spare:
         raise DiskTooSmallError(
             f"The disk that holds {folder} has {_megabytes(usage.total)} in all, while "
@@ -423,7 +369,7 @@ def require_space(folder: Root, needed: int, spare: int | None = None) -> None:
 
 
 def disk_usage(folder: Root) -> Any:
-    """Returns `total` and `free` bytes of the disk that a folder is on, or will be."""
+    """Returns `total` and `free` bytes of a disk; the folder need not exist yet."""
     path = Path(folder).absolute()
     try:
         while not path.exists() and path != path.parent:
@@ -431,6 +377,29 @@ def disk_usage(folder: Root) -> Any:
         return shutil.disk_usage(path)
     except OSError as error:
         raise CheckpointError(f"Cannot look at {folder}: {error}.") from error
+
+
+def find_room_problem(root: Root, folder: str, nbytes: int, keep: int) -> str:
+    """Returns a warning if the disk cannot hold `keep` checkpoints, else ''.
+
+    Args:
+      root: the logdir.
+      folder: of the checkpoints, relative to the root.
+      nbytes: size of one checkpoint. There must be room for one more than are kept,
+        since these are still there while the next is written.
+      keep: how many are kept.
+    """
+    usage = disk_usage(root)
+    held = sum(locate(root, path).stat().st_size for path in list_files(root, folder))
+    room = (usage.free + held) // max(1, nbytes)
+    if room > keep:
+        return ""
+    return (
+        f"The disk that holds {root} has room for {room} checkpoints of "
+        f"{nbytes / 1e6:.1f} MB, but run.keep {keep} needs room for {keep + 1} while "
+        "one is written: later saves will fail. Set a smaller --run.keep, or choose "
+        "another --logdir."
+    )
 
 
 def _megabytes(count: int) -> str:
@@ -473,7 +442,7 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot, and order renames by themselves.
+        # Some network file systems cannot sync folders, but order renames themselves.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: commits, fallbacks and pruning. Any process.
+"""Writes checkpoints: parts, commits and pruning. Any process.
 
 One process, the conductor, commits; others may write parts for it. Within a process
 a lock lets one thread at a time commit, prune, clean, or save. Writing a part takes no
@@ -7,59 +7,214 @@ lock: it touches only files that carry its own name and tag.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
-import functools
+import json
 import logging
+import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, runtime_checkable
 
 from embodied.base import Tree
 from embodied.checkpoint.files import (
     CheckpointError,
     FileRecord,
     Root,
-    SharedVerification,
     check_path,
+    check_tag,
     delete,
-    disk_usage,
     find_damage,
-    is_temporary,
+    find_room_problem,
+    find_tag,
     list_files,
     locate,
-)
-from embodied.checkpoint.manifest import (
-    Manifest,
-    ManifestFiles,
-    check_tag,
-    find_tag,
     next_tag,
+    read_file,
+    seal,
+    unseal,
+    write_file,
 )
-from embodied.checkpoint.treefiles import load_tree, save_tree
+from embodied.checkpoint.treefiles import save_tree
 
+_FORMAT = 1  # Of manifests.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
-
-# How often to look for a checkpoint while a run commits and prunes what was found.
-_LOOKS = 10
-_Found = TypeVar("_Found")
 
 logger = logging.getLogger("embodied.checkpoint")
 
 
-class Checkpoint:
-    """Reads and writes the checkpoints below one root.
+@runtime_checkable
+class Cut(Protocol):
+    """State of one moment that writes files of its own, such as that of a replay."""
 
-    A commit is the rename of `manifest.json`: whoever is killed before it leaves the
-    previous checkpoint the newest, whoever is killed after it the new one.
+    def write(self) -> SavedCut:
+        """Writes the files."""
+
+    def close(self) -> None:
+        """Frees what the cut holds. May be called more than once."""
+
+
+class SavedCut(Protocol):
+    """The files of a cut, to be committed or discarded."""
+
+    data: Tree  # The rest of the state.
+
+    def records(self, root: Root) -> list[FileRecord]:
+        """Returns the records of the files, relative to the root."""
+
+    def discard(self) -> None:
+        """Removes the files."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """A committed checkpoint.
+
+    Args:
+      tag: name of the cut; tags of later cuts sort after it.
+      files: all files of the checkpoint, sorted by path.
+      meta: facts that are needed before a part is read, such as the step.
+    """
+
+    tag: str
+    files: tuple[FileRecord, ...]
+    meta: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, tag: str, records: Iterable[FileRecord], meta: dict[str, Any] | None
+    ) -> Manifest:
+        """Makes a manifest from the records of all processes; checks and sorts them."""
+        check_tag(tag)
+        files: dict[str, FileRecord] = {}
+        for record in records:
+            record.check()
+            if files.setdefault(record.path, record) != record:
+                raise CheckpointError(
+                    f"Two different records of {record.path} in checkpoint {tag}: "
+                    f"{files[record.path]} and {record}."
+                )
+        meta = {} if meta is None else meta
+        try:
+            same = json.loads(json.dumps(meta, allow_nan=False)) == meta
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"Expected meta that JSON can hold, got {meta!r:.200}: {error}."
+            ) from error
+        if not same or type(meta) is not dict:
+            raise CheckpointError(
+                "Expected meta as a dict that JSON gives back unchanged, without "
+                f"tuples and with str keys, got {meta!r:.200}."
+            )
+        return cls(tag, tuple(files[path] for path in sorted(files)), meta)
+
+    def to_bytes(self) -> bytes:
+        """Returns the contents of the manifest's file."""
+        files = [record.to_json() for record in self.files]
+        return seal(
+            {"format": _FORMAT, "tag": self.tag, "meta": self.meta, "files": files}
+        )
+
+    @classmethod
+    def from_bytes(cls, path: str, data: bytes | bytearray) -> Manifest:
+        """Returns the manifest that `to_bytes` encoded; `path` is named in errors."""
+        content = unseal(path, data)
+        try:
+            if content["format"] != _FORMAT:
+                raise CheckpointError(
+                    f"expected format {_FORMAT}, got {content['format']!r:.100}"
+                )
+            records = [FileRecord.from_json(record) for record in content["files"]]
+            return cls.of(content["tag"], records, content["meta"])
+        except (AttributeError, KeyError, TypeError, CheckpointError) as error:
+            raise CheckpointError(
+                f"{path} is not a manifest that this version can read: {error}"
+            ) from error
+
+
+class ManifestFiles:
+    """The manifests on disk: the current one, and an archived copy per kept commit.
+
+    The current manifest is written first, and its rename is the commit. The archived
+    copy follows; if the process is killed in between, the next commit writes that copy
+    before it replaces the current manifest.
+    """
+
+    def __init__(self, root: Root, folder: str):
+        self._root = root
+        self._archive = f"{folder}/manifests"
+        self.current = f"{folder}/manifest.json"
+        # Contents and manifest by path, since each save reads all kept manifests.
+        self._parsed: dict[str, tuple[bytes, Manifest]] = {}
+
+    def archived(self, tag: str) -> str:
+        """Returns the path of an archived manifest."""
+        return f"{self._archive}/{tag}.json"
+
+    def paths(self) -> list[str]:
+        """Returns the paths of all existing manifests, the current one first."""
+        paths = [
+            path
+            for path in list_files(self._root, self._archive)
+            if (tag := find_tag(path)) and path == self.archived(tag)
+        ]
+        if os.path.lexists(os.path.join(self._root, self.current)):
+            paths.insert(0, self.current)
+        return paths
+
+    def read(self) -> tuple[list[Manifest], dict[str, str]]:
+        """Returns the whole manifests, newest first, and errors of others by path."""
+        readable: dict[str, Manifest] = {}
+        damaged: dict[str, str] = {}
+        paths = self.paths()
+        self._parsed = {x: self._parsed[x] for x in paths if x in self._parsed}
+        for path in paths:
+            try:
+                manifest = self._parse(path)
+                if path not in (self.current, self.archived(manifest.tag)):
+                    raise CheckpointError(
+                        f"{path} holds the manifest of another tag, {manifest.tag}."
+                    )
+                readable.setdefault(manifest.tag, manifest)
+            except CheckpointError as error:
+                # Another process may have pruned it since it was listed.
+                if os.path.lexists(os.path.join(self._root, path)):
+                    damaged[path] = str(error)
+        return [readable[tag] for tag in sorted(readable, reverse=True)], damaged
+
+    def _parse(self, path: str) -> Manifest:
+        data = bytes(read_file(self._root, path))
+        before = self._parsed.get(path)
+        if before is None or before[0] != data:
+            before = self._parsed[path] = (data, Manifest.from_bytes(path, data))
+        return before[1]
+
+    def write_current(self, manifest: Manifest) -> None:
+        """Commits a checkpoint: its manifest replaces the current one."""
+        write_file(self._root, self.current, manifest.to_bytes())
+
+    def write_archived(self, manifest: Manifest) -> None:
+        """Writes a manifest to the archive unless a whole copy is there."""
+        path, data = self.archived(manifest.tag), manifest.to_bytes()
+        if not locate(self._root, path).exists() or read_file(self._root, path) != data:
+            write_file(self._root, path, data)
+
+
+class CheckpointStore:
+    """Writes the checkpoints below one root; `Checkpoint` reads them, too.
+
+    A commit is the rename of `manifest.json`: if the process is killed before it, the
+    previous checkpoint stays the newest; if it is killed after it, the new one is.
 
     Args:
       root: the logdir; manifests list files relative to it.
       folder: where manifests and parts lie, relative to the root.
       keep: number of checkpoints to keep.
-      min_free_bytes: room that each part of a save has to leave on the disk; None for
-        a share of what it needs.
+      min_free_bytes: free space that each part of a save must leave on the disk; None
+        for a share of the part's own size.
     """
 
     def __init__(
@@ -74,22 +229,22 @@ class Checkpoint:
             raise ValueError(f"Expected to keep at least 1 checkpoint, got {keep}.")
         if min_free_bytes is not None and min_free_bytes < 0:
             raise ValueError(f"Expected min_free_bytes >= 0, got {min_free_bytes}.")
-        self._root = Path(root).absolute()
-        self._folder = folder
-        self._keep = keep
+        self.root = Path(root).absolute()
+        self.folder = folder
+        self.keep = keep
         self._min_free_bytes = min_free_bytes
-        self._manifests = ManifestFiles(self._root, folder)
-        self._lock = threading.RLock()  # Guards _last_tag, and one writer at a time.
+        self._manifests = ManifestFiles(self.root, folder)
+        self._lock = threading.RLock()  # Guards _last_tag, and admits one writer.
         self._last_tag: str | None = None
 
     def exists(self) -> bool:
-        """Whether there has been a commit, be it damaged by now or not."""
+        """Whether there has been a commit, even if it is damaged by now."""
         return bool(self._manifests.paths())
 
     def new_tag(self) -> str:
-        """Returns a tag that sorts behind all that exist, committed or not."""
+        """Returns a tag that sorts after all existing tags, committed or not."""
         with self._lock:
-            used = [find_tag(path) for path in list_files(self._root, self._folder)]
+            used = [find_tag(path) for path in list_files(self.root, self.folder)]
             used += [self._last_tag, *(x.tag for x in self._manifests.read()[0])]
             previous = max((tag for tag in used if tag), default=None)
             self._last_tag = next_tag(previous, datetime.datetime.now(datetime.UTC))
@@ -100,19 +255,19 @@ class Checkpoint:
 
         Args:
           tag: from the conductor's `new_tag`.
-          name: of the role, such as 'agent' or 'replay/00001'.
-          tree: see `save_tree`.
+          name: name of the part, such as 'agent' or 'replay/00001'.
+          tree: state of the role; see `save_tree`.
 
         Returns:
           The records to hand to `commit`.
         """
         stem = self._stem(tag, name)
-        if locate(self._root, self._manifests.archived(tag)).exists():
+        if locate(self.root, self._manifests.archived(tag)).exists():
             raise CheckpointError(
                 f"Checkpoint {tag} is committed and must not change. Write the part "
                 f"{name!r} under a new tag."
             )
-        return save_tree(self._root, stem, tree, min_free_bytes=self._min_free_bytes)
+        return save_tree(self.root, stem, tree, min_free_bytes=self._min_free_bytes)
 
     def commit(
         self,
@@ -136,62 +291,24 @@ class Checkpoint:
                 )
             self._check_files(manifest)
             if readable:
-                # A kill may have come between the two writes of the last commit.
+                # The last commit may have been killed between its two writes.
                 self._manifests.write_archived(readable[0])
             self._manifests.write_current(manifest)
             try:
                 self._manifests.write_archived(manifest)
                 self.prune()
             except CheckpointError as error:
-                # It is committed; the next commit makes up for what is missing.
+                # The checkpoint is committed; the next commit makes up for the rest.
                 logger.warning("After the commit of %s: %s", tag, error)
             return manifest
 
-    def newest(self, shared: bool = False) -> Manifest | None:
-        """Returns the newest manifest whose required files are all whole.
-
-        Every byte of them is read and compared with its digest. Damaged checkpoints
-        are skipped with a warning.
-
-        Args:
-          shared: whether other processes ask at the same time, as roles do that start
-            together. One of them reads the files then, and all get the same answer.
-
-        Returns:
-          The manifest, or None where there has never been a commit.
-
-        Raises:
-          CheckpointError: there are commits, but all are damaged. Starting from zero
-            would lose what can perhaps still be rescued, so a person has to decide.
-        """
-        if not shared or not self.exists():
-            return self._look(self._find_newest)
-
-        def find() -> Manifest | None:
-            with SharedVerification(self._root, f"{self._folder}/verified") as files:
-                return self._find_newest(files.find_damage)
-
-        return self._look(find)
-
-    def listed(self) -> set[str] | None:
-        """Returns what to keep of files that lie elsewhere below the root.
-
-        Returns:
-          All paths that a manifest lists, relative to the root; None where a manifest
-          is damaged, since what that one lists is not known.
-        """
-        readable, damaged = self._manifests.read()
-        if damaged:
-            return None
-        return {record.path for manifest in readable for record in manifest.files}
-
     def last(self) -> Manifest | None:
-        """Returns the manifest of the last commit, whatever has become of its files."""
+        """Returns the newest readable manifest, even if its files are damaged."""
         readable, _ = self._manifests.read()
         return readable[0] if readable else None
 
-    def what_stands(self) -> str:
-        """Returns a sentence on what there is after a save that failed."""
+    def describe_last(self) -> str:
+        """Returns a sentence on the last checkpoint, for a message on a failed save."""
         try:
             last = self.last()
         except CheckpointError:
@@ -199,50 +316,6 @@ class Checkpoint:
         if last is None:
             return "There is no checkpoint yet: nothing of the run is saved."
         return f"The last checkpoint, {last.tag}, is untouched."
-
-    def find_room_problem(self, nbytes: int) -> str:
-        """Returns why the disk has no room to keep checkpoints; empty if it has.
-
-        Args:
-          nbytes: that one of them takes. While it is written, those that are kept are
-            still there.
-        """
-        usage = disk_usage(self._root)
-        held = sum(
-            locate(self._root, path).stat().st_size
-            for path in list_files(self._root, self._folder)
-        )
-        room = (usage.free + held) // max(1, nbytes)
-        if room > self._keep:
-            return ""
-        return (
-            f"The disk that holds {self._root} has room for {room} checkpoints of "
-            f"{nbytes / 1e6:.1f} MB, but run.keep {self._keep} needs "
-            f"{self._keep + 1} of them at times: later saves will fail. Set a smaller "
-            "--run.keep, or choose another --logdir."
-        )
-
-    def parts(self, manifest: Manifest) -> list[str]:
-        """Returns the names of the parts that a checkpoint has."""
-        start, end = f"{self._folder}/", f"/{manifest.tag}.json"
-        return [
-            record.path[len(start) : -len(end)]
-            for record in manifest.files
-            if record.path.startswith(start) and record.path.endswith(end)
-        ]
-
-    def read_part(self, manifest: Manifest, name: str) -> Tree:
-        """Returns the tree that `write_part` was given; verifies it once more.
-
-        Whoever reads a run that goes on takes `read_newest`: by now, the run may have
-        committed others and pruned this one.
-        """
-        names = self.parts(manifest)
-        if name not in names:
-            raise CheckpointError(
-                f"Checkpoint {manifest.tag} has no part {name!r}, only {names}."
-            )
-        return load_tree(self._root, self._stem(manifest.tag, name), manifest.files)
 
     def save(
         self, parts: Mapping[str, Tree], meta: dict[str, Any] | None = None
@@ -260,148 +333,55 @@ class Checkpoint:
                 raise
             return tag
 
-    def load(self) -> tuple[dict[str, Tree], dict[str, Any]] | None:
-        """Returns all parts and the meta of the newest whole checkpoint, if any."""
-        found = self.read_newest()
-        return None if found is None else (found[1], found[0].meta)
-
-    def read_newest(
-        self, names: Iterable[str] | None = None
-    ) -> tuple[Manifest, dict[str, Tree]] | None:
-        """Returns the newest whole checkpoint, if any, with parts of it.
-
-        A run may commit meanwhile.
-
-        Args:
-          names: of the parts; by default all.
-        """
-
-        def read() -> tuple[Manifest, dict[str, Tree]] | None:
-            manifest = self._find_newest()
-            if manifest is None:
-                return None
-            chosen = self.parts(manifest) if names is None else names
-            return manifest, {name: self.read_part(manifest, name) for name in chosen}
-
-        return self._look(read)
-
     def may_be_committed(self, tag: str) -> bool:
-        """Tells whether a tag is, or may be, that of a checkpoint that is kept."""
+        """Whether a tag is committed and kept, or may be if a manifest is damaged."""
         readable, damaged = self._manifests.read()
         unclear = {self._manifests.current, self._manifests.archived(tag)}
         return bool(unclear & damaged.keys()) or any(x.tag == tag for x in readable)
 
     def discard(self, tag: str) -> bool:
-        """Removes the parts of a save that failed; a committed tag is left alone.
+        """Removes the parts of a failed save; leaves a committed tag alone.
 
         Returns:
-          Whether it is sure that the tag was not committed.
+          Whether the tag is certainly not committed.
         """
         check_tag(tag)
         with self._lock:
             if self.may_be_committed(tag):
                 return False
-            for path in list_files(self._root, self._folder):
+            for path in list_files(self.root, self.folder):
                 if find_tag(path) == tag:
-                    delete(self._root, path)
+                    delete(self.root, path)
             return True
 
     def prune(self) -> None:
-        """Removes all but the newest checkpoints, and the files only those list.
+        """Removes checkpoints beyond the `keep` newest, and files that only they list.
 
-        Checkpoints that lack a file do not count as kept; their files stay until
-        there are enough newer ones. What a damaged manifest listed is not known, so
-        it causes no deletion.
+        Checkpoints that lack a required file do not count; their files stay until
+        there are `keep` newer whole ones. The files that a damaged manifest lists are
+        unknown, so none is removed because of it.
         """
         with self._lock:
             readable, damaged = self._manifests.read()
             kept, whole = 0, 0
-            while kept < len(readable) and whole < self._keep:
+            while kept < len(readable) and whole < self.keep:
                 whole += self._sizes_fit(readable[kept])
                 kept += 1
             needed = {self._manifests.current}
             for manifest in readable[:kept]:
                 needed.add(self._manifests.archived(manifest.tag))
                 needed |= {record.path for record in manifest.files}
-            # Files go first: a kill in between then leaves a manifest to go on with.
+            # Files go first: after a kill in between, the manifest lists the others.
             for manifest in reversed(readable[kept:]):
                 unneeded = {record.path for record in manifest.files} - needed
-                gone = [delete(self._root, path) for path in sorted(unneeded)]
+                gone = [delete(self.root, path) for path in sorted(unneeded)]
                 if all(gone):
-                    delete(self._root, self._manifests.archived(manifest.tag))
-            if whole == self._keep:
+                    delete(self.root, self._manifests.archived(manifest.tag))
+            if whole == self.keep:
                 oldest = self._manifests.archived(readable[kept - 1].tag)
                 for path in damaged.keys() - {self._manifests.current}:
                     if path < oldest:
-                        delete(self._root, path)
-
-    def clean(self) -> None:
-        """Removes what a killed save or prune has left. Call it at start-up.
-
-        These are temporary files anywhere below the root, and files in the folder
-        whose name begins with a tag but that no kept manifest lists. No save may be
-        under way, in this process or another. If all manifests are damaged, only
-        temporary files are removed.
-        """
-        with self._lock:
-            self.remove_temporary("")
-            self.prune()
-            readable, damaged = self._manifests.read()
-            if damaged and not readable:
-                return
-            needed = set(self._manifests.paths())
-            for manifest in readable:
-                needed |= {record.path for record in manifest.files}
-            for path in list_files(self._root, self._folder):
-                if find_tag(path) and path not in needed:
-                    delete(self._root, path)
-
-    def remove_temporary(self, folder: str) -> None:
-        """Removes files below a folder whose writer was killed. None may be at work."""
-        for path in list_files(self._root, folder):
-            if is_temporary(path):
-                delete(self._root, path)
-
-    def _look(self, read: Callable[[], _Found]) -> _Found:
-        """Reads again if that failed while another process committed.
-
-        A commit prunes checkpoints, so that files of those that were listed before may
-        be gone, although none is damaged.
-        """
-        for _ in range(_LOOKS - 1):
-            before = self.last()
-            try:
-                return read()
-            except CheckpointError:
-                if self.last() == before:
-                    raise
-        return read()
-
-    def _find_newest(
-        self, find: Callable[[FileRecord], str | None] | None = None
-    ) -> Manifest | None:
-        find = find or functools.partial(find_damage, self._root)
-        readable, damaged = self._manifests.read()
-        skipped = [("a damaged manifest", problem) for problem in damaged.values()]
-        for manifest in readable:
-            found = [
-                damage
-                for record in manifest.files
-                if record.required and (damage := find(record))
-            ]
-            if not found:
-                for what, problem in skipped:
-                    logger.warning("Skipping %s: %s", what, problem)
-                return manifest
-            skipped += [(f"checkpoint {manifest.tag}", problem) for problem in found]
-        if skipped:
-            problems = " ".join(problem for _, problem in skipped)
-            raise CheckpointError(
-                f"No checkpoint in {self._root / self._folder} is whole: {problems} "
-                "Restore these files from a copy, or move the folder away to start "
-                "from the beginning."
-            )
-        return None
+                        delete(self.root, path)
 
     def _stem(self, tag: str, name: str) -> str:
         check_tag(tag)
@@ -410,11 +390,11 @@ class Checkpoint:
                 "Expected a part name of letters, digits, '_', '-', '.' and '/', other "
                 f"than 'manifests', got {name!r:.100}."
             )
-        return f"{self._folder}/{name}/{tag}"
+        return f"{self.folder}/{name}/{tag}"
 
     def _check_files(self, manifest: Manifest) -> None:
         for record in manifest.files:
-            damage = find_damage(self._root, record, digest=False)
+            damage = find_damage(self.root, record, digest=False)
             if damage and record.required:
                 raise CheckpointError(f"Cannot commit {manifest.tag}: {damage}")
             if damage:
@@ -422,6 +402,87 @@ class Checkpoint:
 
     def _sizes_fit(self, manifest: Manifest) -> bool:
         return not any(
-            record.required and find_damage(self._root, record, digest=False)
+            record.required and find_damage(self.root, record, digest=False)
             for record in manifest.files
         )
+
+
+class PartWriter:
+    """Writes parts of checkpoints, and discards replay files of failed saves.
+
+    Args:
+      checkpoint: checkpoints that the parts belong to.
+      suffix: appended to the names of parts.
+    """
+
+    def __init__(self, checkpoint: CheckpointStore, suffix: str = ""):
+        self._checkpoint = checkpoint
+        self._suffix = suffix
+        self._tag = ""
+        self._saved: list[SavedCut] = []  # Written under that tag.
+        self._warned = False  # Whether the disk's room for `keep` has been checked.
+
+    def write(self, tag: str, states: Mapping[str, Tree | Cut]) -> list[FileRecord]:
+        """Writes parts under a tag; returns the records to commit.
+
+        Args:
+          tag: from `Checkpoint.new_tag`.
+          states: state of each part, or a cut, by name. Cuts are closed.
+
+        Raises:
+          CheckpointError: a part could not be written; the files of replays have been
+            removed.
+        """
+        self._tag, self._saved = tag, []
+        records: list[FileRecord] = []
+        parts: list[FileRecord] = []
+        try:
+            with contextlib.ExitStack() as stack:
+                for state in states.values():
+                    if isinstance(state, Cut):
+                        stack.callback(state.close)
+                for name, state in states.items():
+                    if isinstance(state, Cut):
+                        # Closed early, so that waiting inserts go on.
+                        with contextlib.closing(state):
+                            saved = state.write()
+                        self._saved.append(saved)
+                        records += saved.records(self._checkpoint.root)
+                        state = saved.data
+                    name += self._suffix
+                    parts += self._checkpoint.write_part(tag, name, state)
+        except BaseException:
+            self.discard(tag)
+            raise
+        self._warn_of_room(parts)
+        return records + parts
+
+    def _warn_of_room(self, parts: list[FileRecord]) -> None:
+        """Warns at the first save if the disk cannot hold `keep` checkpoints."""
+        if self._warned:
+            return
+        self._warned = True
+        with contextlib.suppress(CheckpointError, OSError):  # Must not fail the save.
+            nbytes = sum(record.size for record in parts)
+            store = self._checkpoint
+            if text := find_room_problem(store.root, store.folder, nbytes, store.keep):
+                logger.warning(text)
+
+    def discard_uncommitted(self) -> None:
+        """Removes the replay files of the last save unless it was committed.
+
+        Call it before the state of the next save is taken: the conductor of the last
+        save may have died before it could report that the save failed.
+        """
+        if self._saved and not self._checkpoint.may_be_committed(self._tag):
+            self.discard(self._tag)
+
+    def discard(self, tag: str) -> None:
+        """Removes the replay files of the last `write`, if that was under this tag.
+
+        The files of parts are removed by `Checkpoint.discard`.
+        """
+        if tag == self._tag:
+            for saved in self._saved:
+                saved.discard()
+            self._saved = []

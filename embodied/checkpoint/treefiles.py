@@ -29,11 +29,11 @@ from embodied.checkpoint.files import (
 Table = list[tuple[str, str, tuple[int, ...]]]  # Name, dtype and shape of arrays.
 
 _FORMAT = 1
-_MAX_DEPTH = 100  # Deeper is taken for a tree that holds itself.
+_MAX_DEPTH = 100  # A deeper tree is assumed to contain itself.
 _MAX_DIMENSIONS = 32
 _MAX_INTEGER = 1 << 63
 
-# Extension types know no byte order, so their names say it all.
+# Extension types have no byte order, so their names identify them.
 _EXTENSIONS = {
     np.dtype(kind).name: np.dtype(kind)
     for kind in vars(ml_dtypes).values()
@@ -69,12 +69,13 @@ def save_tree(
       path_stem: where to write, without the ending.
       tree: nested dicts with str keys, lists and tuples of NumPy arrays and scalars
         (bool, int, float, complex, and the types of ml_dtypes), int, float, str,
-        bytes, bool and None. All come back with their types; arrays in C order.
-      required: goes into the records.
-      min_free_bytes: room to leave on the disk; None for a share of what is written.
+        bytes, bool and None. `load_tree` restores their types; arrays in C order.
+      required: stored in the records; see `FileRecord`.
+      min_free_bytes: free space to leave on the disk; None for a share of the bytes
+        that are written.
 
     Raises:
-      CheckpointError: the tree holds anything else, or could not be written.
+      CheckpointError: the tree holds another type, or could not be written.
     """
     encoder = _Encoder()
     structure = encoder.encode(tree, "tree", ())
@@ -104,10 +105,10 @@ def save_tree(
 def load_tree(
     root: Root, path_stem: str, records: Iterable[FileRecord] | None = None
 ) -> Tree:
-    """Reads what `save_tree` wrote; runs no code that the files may bring.
+    """Reads what `save_tree` wrote; never runs code from the files.
 
-    Both files carry digests of their own, so damage is found even without `records`;
-    these tell in addition that the files are the ones that a manifest lists.
+    The JSON file holds the digests of both files, so damage is found even without
+    `records`; these prove in addition that the files are those of a manifest.
     """
     array_path, rest_path = f"{path_stem}.safetensors", f"{path_stem}.json"
     listed = {record.path: record for record in records or ()}
@@ -138,8 +139,8 @@ def load_tree(
 class _Encoder:
     """Turns a tree into JSON values and a list of arrays.
 
-    None, bool, str, and the int and float that JSON can hold stand for themselves.
-    Everything else is an object of one key, its type.
+    None, bool, str, and int and float that JSON can hold are encoded as they are.
+    Everything else becomes an object with one key, the name of its type.
     """
 
     def __init__(self) -> None:
@@ -196,7 +197,7 @@ class _Encoder:
         self, array: np.ndarray, where: str, keys: tuple[str, ...]
     ) -> dict[str, int]:
         code = _dtype_code(array.dtype, where)
-        # Keys may hold slashes, so two paths may read the same.
+        # Keys may hold slashes, so different paths may have the same name.
         path = "/".join(keys).encode("utf-8", "replace").decode()
         name, count = path, 1
         while name in self._names:
@@ -255,12 +256,12 @@ def _check_table(rows: Any) -> Table:
 
 
 def _safetensors_header(table: Table) -> tuple[bytes, int]:
-    """Returns the bytes before the arrays in the file, and the size of the whole.
+    """Returns the bytes before the arrays in the file, and the size of the whole file.
 
     The format is the length of a JSON object in 8 bytes, the object, the arrays. It is
     written here and not by the package `safetensors`, which would hold a copy of all
     arrays at once (several GB at 200m parameters), cannot hash while it writes and
-    reads, and refuses some of our dtypes. The tests read the files with the package.
+    reads, and refuses some dtypes. The tests read the files with the package.
     """
     header: dict[str, Any] = {}
     end = 0
@@ -281,7 +282,7 @@ def _safetensors_header(table: Table) -> tuple[bytes, int]:
 
 
 def _safetensors(table: Table, arrays: list[np.ndarray]) -> Iterator[Any]:
-    """Yields the buffers of a safetensors file; copies one array at most."""
+    """Yields the buffers of a safetensors file; copies at most one array at a time."""
     yield _safetensors_header(table)[0]
     for array in arrays:
         array = np.asarray(array, order="C")
@@ -294,7 +295,7 @@ def _read_arrays(root: Root, table: Table, *records: FileRecord) -> list[np.ndar
     """Reads every array into memory of its own, in one pass over the file."""
     path = records[0].path
     header, size = _safetensors_header(table)
-    # The sizes agree before anything is allocated, so a forged shape cannot matter.
+    # Sizes are compared before anything is allocated, so a forged shape does no harm.
     with HashedReader(root, path) as reader:
         if size != reader.size:
             raise CheckpointError(

@@ -20,7 +20,7 @@ LIVES = ("unused", "discount", "reset")
 AGGREGATES = ("max", "mean")
 RESIZERS = ("pillow",)
 
-# Options of the 100k protocol that differ.
+# Options of the 100k protocol that differ from the defaults.
 _ATARI100K: dict[str, Any] = {
     "size": (64, 64),
     "sticky": False,
@@ -36,18 +36,20 @@ class Atari(Env):
       task: the game, such as 'pong' or 'crazy_climber'; underscores and capitals do
         not matter.
       size: height and width of images.
-      repeat: frames that each action is repeated.
+      repeat: number of frames that each action is repeated for.
       sticky: whether every frame takes the action of the one before it with
         probability 0.25.
-      gray: one channel of luminance instead of three of colour.
-      actions: 'all' 18 of them, or those that the game has a use for ('needed').
+      gray: whether images have one luminance channel instead of three of colour.
+      actions: 'all' 18 actions, or only those that the game uses ('needed').
       lives: a lost life is 'unused', sets `is_terminal` ('discount'), or also ends
         the episode ('reset'), after which the game starts over.
-      noops: most idle frames at the start of an episode; their number is random.
-      autostart: for games that wait for it, whether to press fire at the start of an
-        episode, and instead of the action after a lost life.
-      pooling: number of frames, the last ones of each step, that make up an image.
-      aggregate: their 'max', which shows sprites that flicker, or 'mean'.
+      noops: maximum number of idle frames at the start of an episode; their number is
+        random.
+      autostart: whether to press fire at the start of an episode, and instead of the
+        action after a lost life, for games that wait for it.
+      pooling: number of frames at the end of each step that make up an image.
+      aggregate: how to combine these frames: 'max', which shows sprites that flicker,
+        or 'mean'.
       resize: library that resizes images; 'pillow'.
       clip_reward: whether to reduce rewards to their sign.
       length: frames after which an episode is cut.
@@ -131,7 +133,7 @@ class Atari(Env):
             self._lives = lives
             over = ale.game_over(with_truncation=False)
             last = left == 1 or over or self._count >= self._length
-            # Frames that no image shows are not drawn.
+            # Frames that are not part of an image are not drawn.
             if last or left <= len(self._frames):
                 self._render(rendered)
                 rendered += 1
@@ -151,7 +153,7 @@ class Atari(Env):
         noops = int(self._rng.integers(0, self._noops, endpoint=True))
         acts = [ale_py.Action.NOOP] * noops
         if self._autostart:
-            # Some games go on at the first key after fire.
+            # Some games start at the first key after fire.
             acts += [ale_py.Action.FIRE, ale_py.Action.UP]
         for act in acts:
             ale.act(act)
@@ -199,7 +201,7 @@ def atari100k(task: str, **options: Any) -> Atari:
 
     Args:
       task: the game.
-      **options: those of `Atari`, which replace the benchmark's.
+      **options: options of `Atari`, which override those of the benchmark.
     """
     return Atari(task, **{**_ATARI100K, **options})
 
@@ -207,7 +209,7 @@ def atari100k(task: str, **options: Any) -> Atari:
 def _load(rom: str, sticky: float, seed: int) -> ale_py.ALEInterface:
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     ale = ale_py.ALEInterface()
-    # These hold from the moment the game is loaded.
+    # These take effect when the game is loaded.
     ale.setInt("random_seed", seed % 2**31)
     ale.setFloat("repeat_action_probability", sticky)
     path = roms.get_rom_path(rom)
@@ -226,7 +228,7 @@ def _find_rom(task: str) -> str:
 
 
 def _is_playable(rom: str) -> bool:
-    """Whether ale_py can run a game; it ends the process on loading another."""
+    """Returns whether ale_py supports a game; loading others ends the process."""
     path = roms.get_rom_path(rom)
     return path is not None and ale_py.ALEInterface.isSupportedROM(path) is not None
 

@@ -13,12 +13,12 @@ from embodied.envs.registry import check_task
 
 
 def make_bsuite(task: str, seed: int = 0) -> FromDM:
-    """Makes a setting of an experiment.
+    """Makes the environment of one setting of an experiment.
 
     Args:
       task: experiment and number of the setting, such as 'catch/0'.
-      seed: decides the episodes of experiments whose settings leave that open. The
-        meaning of actions, where it is shuffled, is part of the setting.
+      seed: decides the episodes of settings that do not fix a seed. The meaning of
+        actions, where it is shuffled, is part of the setting.
     """
     check_task("bsuite id", task, bsuite.sweep.SETTINGS)
     name = task.partition(bsuite.sweep.SEPARATOR)[0]

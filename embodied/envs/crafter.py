@@ -23,8 +23,8 @@ class Crafter(Env):
     Args:
       task: 'reward', or 'noreward' for rewards of zero.
       size: height and width of images.
-      logs: whether to return, as `log/achievement_NAME`, how often each was reached in
-        this episode, and as `log/reward` the reward whatever the task.
+      logs: whether to return how often each achievement was reached in this episode,
+        as `log/achievement_NAME`, and the reward for any task, as `log/reward`.
       length: steps after which an episode is cut.
       seed: decides the worlds and the events in them.
     """
@@ -61,7 +61,7 @@ class Crafter(Env):
 
     @property
     def act_space(self) -> Spaces:
-        """The index of an action, of which crafter names 17."""
+        """The index of one of crafter's 17 actions."""
         return class_action(len(constants.actions))
 
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
@@ -98,10 +98,10 @@ class Crafter(Env):
 
 
 class _Ordered(crafter.Env):
-    """Goes through creatures in the order of their positions.
+    """Crafter that goes through creatures in the order of their positions.
 
-    Crafter keeps them in sets, whose order depends on addresses in memory, and draws
-    from these: without this, the same seed leads to different episodes.
+    Crafter keeps creatures in sets, whose order depends on addresses in memory, and
+    draws from these at random. Unordered, the same seed leads to different episodes.
     """
 
     def _balance_object(self, chunk: Any, objs: Iterable[Any], *args: Any) -> None:

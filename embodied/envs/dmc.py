@@ -13,7 +13,7 @@ from embodied.envs.keys import SIGNALS
 from embodied.envs.registry import check_task
 from embodied.space import Space
 
-# Cameras that show the task; others look at it well from the first.
+# Cameras of domains that the first camera does not show well.
 _CAMERAS = {"quadruped": 2}
 _ALIASES = {"cup": "ball_in_cup"}
 
@@ -22,16 +22,16 @@ FRAME_SIZE = (240, 320)  # Height and width of what `render` draws.
 
 
 class DMC(Env):
-    """A task of the suite, from its state, from images, or from both.
+    """A task of the suite, observed as its state, as images, or as both.
 
     Args:
       task: domain and task, such as 'walker_walk', 'ball_in_cup_catch'.
       size: height and width of images.
-      repeat: steps that each action is repeated.
-      proprio: whether to observe positions, velocities and the like, a key each.
+      repeat: number of steps that each action is repeated for.
+      proprio: whether to observe positions, velocities and the like, one key each.
       image: whether to observe an image.
       camera: index of the camera; -1 for the usual one of the task.
-      seed: decides the start of episodes, and the bodies of those that vary.
+      seed: decides the start of episodes, and the bodies in domains where they vary.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DMC(Env):
         return obs
 
     def render(self) -> np.ndarray:
-        """Draws the scene, for people; [H, W, 3] uint8."""
+        """Draws the scene for people to watch, [H, W, 3] uint8."""
         return rendering.render(self._physics, FRAME_SIZE, self._camera)
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class DMC(Env):
 
 def _load(task: str, seed: int) -> tuple[str, Any]:
     """Returns the domain's name and the environment of dm_control."""
-    # Here, because it must come after the choice of how to render.
+    # Imported here, because it must come after the choice of the backend.
     try:
         from dm_control import suite
     except (AttributeError, RuntimeError) as error:  # OpenGL cannot be loaded.

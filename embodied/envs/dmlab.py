@@ -40,10 +40,10 @@ class DMLab(Env):
     Args:
       task: level such as 'explore_goal_locations_small', or a path with a slash.
       size: height and width of images.
-      repeat: frames that each action is repeated.
+      repeat: number of frames that each action is repeated for.
       episodic: whether the end of a level is a terminal state.
-      use_seed: whether levels get a seed that `seed` decides; if not, each run sees
-        other ones.
+      use_seed: whether `seed` decides the seeds of levels; if not, each run sees
+        different levels.
       seed: see `use_seed`.
     """
 
@@ -73,7 +73,7 @@ class DMLab(Env):
 
     @property
     def obs_space(self) -> Spaces:
-        """An image, and in levels about language the instruction as hashed words."""
+        """An image, and in language levels the instruction as hashed words."""
         words = {"instruction": Space(np.int32, (WORDS,), 0, WORD_CLASSES)}
         return {
             "image": Space(np.uint8, (*self._size, 3)),
@@ -107,7 +107,7 @@ class DMLab(Env):
             self._lab.close()
 
     def _observe(self, reward: float, is_first: bool = False) -> dict[str, Array]:
-        if not self._done:  # A level that ended has no observations any more.
+        if not self._done:  # A level that has ended has no observations.
             raw = self._lab.observations()
             self._seen = {"image": np.array(raw["RGB_INTERLEAVED"], np.uint8)}
             if self._instructed:

@@ -1,4 +1,4 @@
-"""Made-up observations of every kind, cheap enough to measure everything around them.
+"""Made-up observations of every kind, cheap enough to benchmark everything else.
 
 Runs in the process that steps it.
 """
@@ -48,7 +48,7 @@ class Dummy(Env):
         self._episode = -1
         self._done = True
         # A step only looks up one of a few frames: drawing one would cost as much as
-        # all that is measured with this environment.
+        # everything that is measured with this environment.
         rng = np.random.default_rng(seed)
         shape = (_FRAMES, *self._size, 3)
         self._images = rng.integers(0, 256, shape, np.uint8)

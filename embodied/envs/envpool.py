@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from embodied.base import Env
-from embodied.envs.gym_vector import OneOfBatch, VectorGym
+from embodied.envs.gym_vector import SingleEnv, VectorGym
 from embodied.envs.registry import UnknownTask
 
 
@@ -27,14 +27,15 @@ def make_pool(
 
     Args:
       task: an id of EnvPool, such as `Pong-v5`.
-      seeds: one for each.
-      size: height and width of images, of Atari.
-      repeat: frames that each action is repeated, of Atari.
-      sticky: repeat the previous action with probability 0.25, of Atari.
-      gray: grayscale images, of Atari.
-      actions: `all` or `needed`, of Atari.
-      noops: most idle frames at the start of an episode, of Atari.
-      threads: of the pool; 0 for as many as EnvPool chooses.
+      seeds: one per environment; EnvPool derives all of its seeds from the first.
+      size: height and width of images; this and the options up to `noops` are for
+        Atari only.
+      repeat: number of frames that each action is repeated for.
+      sticky: whether to repeat the previous action with probability 0.25.
+      gray: whether images are grayscale.
+      actions: `all` or `needed`.
+      noops: maximum number of idle frames at the start of an episode.
+      threads: number of threads of the pool; 0 lets EnvPool choose.
     """
     import envpool
 
@@ -60,7 +61,7 @@ def make_pool(
             task,
             env_type="gymnasium",
             num_envs=len(seeds),
-            seed=seeds[0] // 2,  # Those of the others follow, in 31 bits.
+            seed=seeds[0] // 2,  # EnvPool counts up from it, within 31 bits.
             num_threads=threads,
             **options,
         )
@@ -68,13 +69,13 @@ def make_pool(
 
 
 def make_envpool(task: str, seed: int = 0, **options: Any) -> Env:
-    """Makes a single environment, for programs that step one at a time."""
-    return OneOfBatch(make_pool(task, [seed], **options))
+    """Makes a single environment, for programs that step them one at a time."""
+    return SingleEnv(make_pool(task, [seed], **options))
 
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Leaves out Gymnasium's, that EnvPool gives bounds of spaces as doubles."""
+    """Hides Gymnasium's warnings that EnvPool's spaces have bounds in float64."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*precision lowered")
         yield

@@ -24,14 +24,14 @@ from embodied.envs.registry import UnknownTask, find_factory
 from embodied.space import Space
 
 _ADVICE = "Choose another obs_key or act_key, or rename it in the environment's specs."
-_SEEDS = ("seed", "random_state", "random_seed")  # Parameters of factories.
+_SEEDS = ("seed", "random_state", "random_seed")  # Names that factories give the seed.
 
 
 class FromDM(Env):
     """An environment with dm_env's interface.
 
     Specs are flattened: the elements of nested dicts, lists and tuples become keys
-    that are joined with slashes. Integer actions become int32 that count from 0.
+    that are joined with slashes. Integer actions become int32 that start at 0.
     Float observations are declared without bounds, and arrays without elements are
     left out. A discount of zero sets `is_terminal`.
 
@@ -42,9 +42,9 @@ class FromDM(Env):
       obs_key: key of an observation that is a single array. Default: 'image' for an
         image (3-dimensional uint8), else 'obs'.
       act_key: key of an action that is a single array.
-      repeat: steps that each action is repeated, within an episode.
-      seed: see `env`; an environment that is made already has its own.
-      **kwargs: options of the factory.
+      repeat: number of steps that each action is repeated for, within an episode.
+      seed: see `env`; ignored if `env` is an environment.
+      **kwargs: arguments of the factory.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class FromDM(Env):
         elif kwargs:
             raise TypeError(
                 f"Expected options {sorted(kwargs)} only with the name of an "
-                "environment, got one that is made already."
+                "environment, got an existing one."
             )
         if not is_dm_env(env):
             raise TypeError(
@@ -147,11 +147,11 @@ class _Leaf:
     """One array among the elements of a nested spec.
 
     Attributes:
-      key: ours.
-      path: where it lies in an observation or action.
-      space: ours.
-      dtype: the spec's.
-      start: the spec's value of our 0; None for 0.
+      key: key in `obs_space` or `act_space`.
+      path: where the array is in a nested observation or action.
+      space: space of the key.
+      dtype: dtype of the spec.
+      start: value of the spec that is 0 in `space`; None for 0.
     """
 
     key: str
@@ -161,7 +161,7 @@ class _Leaf:
     start: np.ndarray | None = None
 
     def encode(self, obs: Any) -> np.ndarray:
-        """Finds the array in an observation, and copies it: it may be a buffer."""
+        """Returns the array of an observation; a copy, since it may be a buffer."""
         for part in self.path:
             obs = obs[part]
         array = np.array(obs)
@@ -170,7 +170,7 @@ class _Leaf:
         return array
 
     def decode(self, value: Array) -> np.ndarray:
-        """Converts an array of ours to one of the spec."""
+        """Converts a value of `space` to one of the spec."""
         array = np.asarray(value)
         if self.start is not None:
             array = array.astype(np.int64) + self.start
@@ -185,7 +185,8 @@ def _obs_leaves(spec: Any, key: str) -> list[_Leaf]:
         dtype = _dtype(name, part)
         bounds: tuple[Any, Any] = (None, None)
         if dtype.kind in "iu" and hasattr(part, "minimum"):
-            # As Python integers: highs are inclusive there and exclusive here.
+            # Highs are inclusive in specs and exclusive in Space. As Python integers,
+            # since adding 1 may overflow.
             low, high = (
                 np.asarray(bound).astype(object)
                 for bound in (part.minimum, part.maximum)
@@ -221,7 +222,7 @@ def _dtype(name: str, spec: Any) -> np.dtype:
     dtype = np.dtype(spec.dtype)
     if dtype.kind not in "biuf":
         raise UnsupportedSpace(
-            f"Expected numbers at {name!r}, got {spec}, whose values are not. "
+            f"Expected a numeric spec at {name!r}, got {spec}. "
             "Leave it out of the environment's specs."
         )
     return dtype

@@ -33,7 +33,7 @@ _PROVIDERS = (
 )
 
 
-# Values that these methods return.
+# Values that `reset` and `step` of Gymnasium return.
 _RESET = ("observation", "info")
 _STEP = ("observation", "reward", "terminated", "truncated", "info")
 
@@ -43,27 +43,27 @@ class FromGym(Env):
 
     Spaces are flattened: the elements of a Dict or Tuple, at any depth, become keys
     that are joined with slashes, such as `hand/0/joints`. Discrete, MultiDiscrete and
-    MultiBinary become int32 that count from 0, with a number of classes per element;
-    so do integer Boxes that start below (an action's: anywhere else) and whose range
-    fits. Images become [H, W, C] uint8, see `gym_spaces.image_layout`; other
-    observations of more than two dimensions become vectors, and texts the classes of
-    their first 16 words. Other Boxes keep their dtype. Float observations are declared
-    without bounds, since agents do not need them and many environments step over
-    theirs. At the end of an episode, `terminated` sets `is_last` and `is_terminal`,
-    `truncated` only the first.
+    MultiBinary become int32 that start at 0, with a number of classes per element; so
+    do integer Boxes that do not start at 0 (of observations, only signed ones) and
+    whose range fits int32. Images become [H, W, C] uint8, see
+    `gym_spaces.image_layout`; other observations of more than two dimensions become
+    vectors, and texts become the classes of their first 16 words. Other Boxes keep
+    their dtype. Float observations are declared without bounds, since agents do not
+    need them and many environments exceed theirs. At the end of an episode,
+    `terminated` sets `is_last` and `is_terminal`, `truncated` sets only `is_last`.
 
     Args:
       env: a registered id, or an environment.
       obs_key: key of an observation that is not a Dict. Default: 'image' for an image,
         else 'obs'.
       act_key: key of an action that is not a Dict.
-      seed: seed of the first reset. Later ones go on from there.
-      info_keys: numbers in `info` that are returned as `log/NAME`, 0 where absent; the
-        name `none` stands for none.
-      size: height and width of images; zeros for their own.
-      vector: how many of them are made together, see `gym_vector`; no matter for one.
+      seed: seed of the first reset. Later resets continue from there.
+      info_keys: names of numbers in `info` to return as `log/NAME`, 0 where absent; the
+        name `none` is ignored.
+      size: height and width to resize images to; zeros to keep their own.
+      vector: ignored here; `gym_vector.make_vector` takes the same options.
       kwargs: arguments of `gymnasium.make`.
-      **more: further ones.
+      **more: further arguments of `gymnasium.make`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class FromGym(Env):
         elif kwargs:
             raise TypeError(
                 f"Expected options {sorted(kwargs)} only with an environment's "
-                "id, got an environment that is made already."
+                "id, got an existing environment."
             )
         self.gym_env = env
         for key in ("observation_space", "action_space"):
@@ -157,7 +157,7 @@ class FromGym(Env):
         return self._observe(obs, info, reward, is_terminal=bool(terminated))
 
     def render(self) -> Any:
-        """Draws the scene as the environment's render mode says."""
+        """Draws the scene in the environment's render mode."""
         return self.gym_env.render()
 
     def close(self) -> None:
@@ -203,7 +203,7 @@ def _check_reset(name: str, env: gymnasium.Env) -> None:
     for method in (env.reset, env.unwrapped.reset):
         try:
             signature = inspect.signature(method)
-        except ValueError:  # Some that are written in C have none.
+        except ValueError:  # Methods written in C may have none.
             continue
         kinds = {parameter.kind for parameter in signature.parameters.values()}
         takes_any = inspect.Parameter.VAR_KEYWORD in kinds
@@ -226,8 +226,8 @@ def check_info(key: str, value: Any) -> np.float32:
         ) from None
 
 
-def nothing_else(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options of `FromGym` without those that say how to make it."""
+def without_factory_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options of `FromGym` without those on how to make the environment."""
     return {k: v for k, v in options.items() if k not in ("vector", "kwargs")}
 
 
@@ -238,13 +238,13 @@ def is_gym_env(env: Any) -> bool:
 
 def _make(task: str, kwargs: dict[str, Any]) -> gymnasium.Env:
     with make_registered(task):
-        # Its checker only warns; CheckSpaces raises.
+        # Gymnasium's checker only warns; CheckSpaces raises errors.
         return gymnasium.make(task, disable_env_checker=True, **kwargs)
 
 
 @contextlib.contextmanager
 def make_registered(task: str) -> Iterator[None]:
-    """Imports what registers an id, and explains errors of making it in the body."""
+    """Imports the package that registers an id; explains errors of making it."""
     for prefix, package, extra in _PROVIDERS:
         if task.startswith(prefix) and task not in gymnasium.registry:
             try:

@@ -1,4 +1,4 @@
-"""A small arena seen as an image: our own task to learn on a CPU in minutes.
+"""A small arena seen as an image, a task that can be learned on a CPU in minutes.
 
 Runs in the process that steps it.
 """
@@ -20,7 +20,7 @@ CELLS = 4  # Per side.
 MIN_DISTANCE = 3  # In moves, from the start to the goal.
 MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))  # Stay, up, down, left, right.
 
-# Cells that matter are bright, so that they matter to a squared error, too.
+# Important cells are bright, so that they weigh more in a squared error.
 _FLOOR = (32, 32, 40)
 _LINE = (16, 16, 24)
 _AGENT = (255, 255, 255)
@@ -38,7 +38,7 @@ class Grid(Env):
 
     Everything is visible, and G can always be reached in time. A uniformly random
     policy reaches it in about 13% of its episodes, and in 9% with the trap.
-    `log/success` is 1 at that step.
+    `log/success` is 1 at the step that reaches G, else 0.
 
     Args:
       task: 'reach' or 'avoid'.
@@ -141,7 +141,7 @@ def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
 
 
 def _render_floor(height: int, width: int) -> np.ndarray:
-    """Returns the empty arena, uint8, of cells of so many pixels."""
+    """Returns the empty arena, uint8, with cells of `height` by `width` pixels."""
     tile = np.full((height, width, 3), _LINE, np.uint8)
-    tile[1:-1, 1:-1] = _FLOOR  # With a line around it.
+    tile[1:-1, 1:-1] = _FLOOR  # Leaves a line around the cell.
     return np.tile(tile, (CELLS, CELLS, 1))

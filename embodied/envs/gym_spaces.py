@@ -1,4 +1,4 @@
-"""Gymnasium's spaces as ours, and their values; in the process that steps the env."""
+"""Converts Gymnasium's spaces and values, in the process that steps the env."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from embodied.envs.keys import (
 from embodied.envs.rendering import resize_planes
 from embodied.space import Space
 
-MOST_CHANNELS = 16  # Of images whose channels come first, or that are stacked.
-CHANNELS = (1, 3, 4)  # Of images that are stacked.
-SMALLEST_SIDE = 8  # Of what is taken for an image though it need not be one.
+MOST_CHANNELS = 16  # Of images with channels first; also most images of a stack.
+CHANNELS = (1, 3, 4)  # Of images in a stack.
+SMALLEST_SIDE = 8  # Of images, unless they are uint8 [H, W, C].
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +32,14 @@ class GymLeaf:
     """One array among the elements of a nested Gymnasium space.
 
     Attributes:
-      key: ours.
-      path: where it lies in a Gymnasium value.
-      space: ours.
-      gym_space: Gymnasium's.
-      start: the Gymnasium value of our 0, for all elements or for each; None for 0.
-      convert: turns values [..., *shape] of Gymnasium into ours, where a shape or
-        more than the dtype differs; None where it does not.
+      key: key in `obs_space` or `act_space`.
+      path: where the array is in a nested Gymnasium value.
+      space: space of the key.
+      gym_space: the corresponding space of Gymnasium.
+      start: Gymnasium value that is 0 in `space`, for all elements or for each; None
+        for 0.
+      convert: converts Gymnasium values [..., *shape] to values of `space`; None for
+        texts, and where no more than the dtype and `start` differ.
     """
 
     key: str
@@ -62,10 +63,10 @@ class GymLeaf:
         return element
 
     def encode(self, value: Any) -> np.ndarray:
-        """Converts elements [..., *shape] to ours, in a copy.
+        """Converts Gymnasium values [..., *shape] to values of `space`.
 
-        A copy, since it may be the environment's buffer. A value that does not fit is
-        returned as it is, for CheckSpaces to report.
+        Returns a copy, since the value may be the environment's buffer. A value that
+        does not fit is returned unconverted, for CheckSpaces to report.
         """
         if isinstance(self.gym_space, spaces.Text):
             return _words(value)
@@ -87,7 +88,7 @@ class GymLeaf:
         return array if lossy else cast
 
     def decode(self, value: Array) -> Any:
-        """Converts an array of ours to an element."""
+        """Converts a value of `space` to one of Gymnasium."""
         array = np.asarray(value)
         if self.start is not None:
             array = array.astype(np.int64) + self.start
@@ -101,10 +102,10 @@ def obs_leaf(
     """Makes the leaf of an observation.
 
     Args:
-      key: ours.
-      path: where it lies in a Gymnasium value.
-      space: Gymnasium's.
-      size: height and width that images get; zeros for their own.
+      key: key in `obs_space`.
+      path: where the array is in a nested Gymnasium value.
+      space: the space of Gymnasium.
+      size: height and width to resize images to; zeros to keep their own.
     """
     if isinstance(space, spaces.Text):
         return GymLeaf(key, path, Space(np.int32, (WORDS,), 0, WORD_CLASSES), space)
@@ -122,7 +123,7 @@ def obs_leaf(
     low, high = np.asarray(leaf.space.low), np.asarray(leaf.space.high)
     if _is_board(leaf.space):
         dtype = np.dtype(np.int32)
-    if len(shape) > 2:  # Networks take no more dimensions than two but for images.
+    if len(shape) > 2:  # Networks take at most two dimensions, except images.
         shape, low, high = (-1,), low.ravel(), high.ravel()
     flat = Space(dtype, low.shape, low, high)
     convert = _Reshape(leaf, len(leaf.space.shape), shape, dtype)
@@ -136,13 +137,13 @@ def act_leaf(key: str, path: Path, space: gymnasium.Space) -> GymLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class ImageLayout:
-    """Turns images of some layout into [..., H, W, C] uint8.
+    """Converts images of one layout to [..., H, W, C] uint8.
 
     Attributes:
-      shape: height, width and channels of the image as it comes.
+      shape: height, width and channels before resizing.
       axes: `hwc`, `chw`, `hw`, or `shwc` for a stack of images, which becomes channels.
-      scale: what values are multiplied with.
-      size: height and width to resize to; that of `shape` by default.
+      scale: factor that float values are multiplied with.
+      size: height and width to resize to; None for those of `shape`.
     """
 
     shape: tuple[int, int, int]
@@ -170,11 +171,11 @@ class ImageLayout:
 
 
 def image_layout(space: Any) -> ImageLayout | None:
-    """Returns the layout of images of a space; None if its values are no images.
+    """Returns the layout of images of a space; None if its values are not images.
 
-    Images are uint8, or floats from 0 to 1 or to 255, in three dimensions, with
-    channels first or last; in four if several are stacked; and uint8 up to 255 in two.
-    All but uint8 [H, W, C] have sides of at least `SMALLEST_SIDE`.
+    Images are uint8, or floats from 0 to 1 or to 255. They have three dimensions, with
+    channels first or last; four if several images are stacked; or two if they are
+    uint8 up to 255. All but uint8 [H, W, C] have sides of at least `SMALLEST_SIDE`.
     """
     shape = tuple(getattr(space, "shape", None) or ())
     if not isinstance(space, spaces.Box) or len(shape) not in (2, 3, 4):
@@ -218,12 +219,12 @@ class _Reshape:
 
 
 def _is_board(space: Space) -> bool:
-    """Finds small fields of classes, which agents would take for images."""
+    """Detects fields of classes [H, W] uint8, which agents would take for images."""
     return len(space.shape) == 2 and space.dtype == np.uint8
 
 
 def _words(value: Any) -> np.ndarray:
-    """Hashed words [..., WORDS] of a text, or of several."""
+    """Returns the hashed words [..., WORDS] of one text or of several."""
     if isinstance(value, str | bytes):
         return hash_words(value)
     return np.stack([hash_words(text) for text in value])
@@ -265,7 +266,8 @@ def _box_leaf(key: str, path: Path, space: spaces.Box, acts: bool) -> GymLeaf:
     shift = np.any(low) and (acts or dtype.kind == "i")
     if shift and np.all(spread < np.iinfo(np.int32).max):
         return GymLeaf(key, path, _classes(spread + 1), space, low.astype(np.int64))
-    # Highs are inclusive there and exclusive here; a 64-bit maximum admits itself.
+    # Highs are inclusive in Gymnasium and exclusive in Space, where a 64-bit maximum
+    # admits itself.
     high = np.minimum(high, np.iinfo(wide).max - 1) + wide(1)
     return GymLeaf(key, path, Space(dtype, space.shape, low, high), space)
 

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 
 from embodied.base import Array, BatchEnv, Env, Spaces
-from embodied.envs.from_gym import check_info, make_registered, nothing_else
+from embodied.envs.from_gym import check_info, make_registered, without_factory_options
 from embodied.envs.gym_spaces import act_leaf, image_layout, obs_leaf
 from embodied.envs.keys import SIGNALS, UnusableEnv, check_keys, flatten, unflatten
 from embodied.space import Space
@@ -20,12 +20,12 @@ MODES = {"sync": "sync", "async": "async", "own": "vector_entry_point"}
 class VectorGym(BatchEnv):
     """A vector environment of Gymnasium, or a pool of EnvPool.
 
-    Values become what `FromGym` makes of them. Those that have ended are reset by the
-    vector environment itself in the step after, which Gymnasium calls NEXT_STEP.
+    Values are converted as by `FromGym`. The vector environment itself resets those
+    that have ended in the following step, which Gymnasium calls NEXT_STEP.
 
     Args:
       env: the vector environment.
-      reset: resets all of it; returns observations and info.
+      reset: resets all environments; returns observations and info.
       obs_key: see `FromGym`.
       act_key: see `FromGym`.
       info_keys: see `FromGym`.
@@ -51,7 +51,7 @@ class VectorGym(BatchEnv):
         self._reset = reset
         self._rows = int(env.num_envs)
         self._info_keys = tuple(key for key in info_keys if key != "none")
-        # Those of one environment; EnvPool has no others.
+        # The spaces of one environment, which are the only ones that EnvPool has.
         obs_space = getattr(env, "single_observation_space", env.observation_space)
         act_space = getattr(env, "single_action_space", env.action_space)
         if obs_key is None:
@@ -73,7 +73,7 @@ class VectorGym(BatchEnv):
 
     @property
     def obs_space(self) -> Spaces:
-        """The flattened observation space of one, `log/` keys and signals."""
+        """The flattened observation space of one environment, and `log/` keys."""
         return {
             **{leaf.key: leaf.space for leaf in self._obs_leaves},
             **{f"log/{key}": Space(np.float32) for key in self._info_keys},
@@ -82,7 +82,7 @@ class VectorGym(BatchEnv):
 
     @property
     def act_space(self) -> Spaces:
-        """The flattened action space of one, and `reset`."""
+        """The flattened action space of one environment, and `reset`."""
         leaves = {leaf.key: leaf.space for leaf in self._act_leaves}
         return {"reset": Space(bool), **leaves}
 
@@ -90,7 +90,7 @@ class VectorGym(BatchEnv):
         return self._rows
 
     def step(self, actions: dict[str, Array]) -> dict[str, Array]:
-        """Steps all, or resets all."""
+        """Steps all environments, or resets all of them."""
         asked = np.asarray(actions["reset"], bool)
         if not self._begun or np.any(asked & ~self._done):
             obs, info = self._reset()
@@ -102,7 +102,7 @@ class VectorGym(BatchEnv):
         nested = unflatten(self._gym_act_space, values)
         obs, reward, terminated, truncated, info = self.gym_env.step(nested)
         first = self._done
-        # The step of those that were reset is none of the episode before.
+        # A step that resets an environment is not part of the episode before.
         reward = np.where(first, 0, reward).astype(np.float32)
         terminated = np.asarray(terminated, bool) & ~first
         self._done = (terminated | np.asarray(truncated, bool)) & ~first
@@ -136,31 +136,31 @@ class VectorGym(BatchEnv):
         }
 
 
-class OneOfBatch(Env):
+class SingleEnv(Env):
     """A batch of one environment as an Env."""
 
     def __init__(self, envs: BatchEnv):
         if len(envs) != 1:
-            raise ValueError(f"OneOfBatch expected one environment, got {len(envs)}.")
+            raise ValueError(f"SingleEnv expected one environment, got {len(envs)}.")
         self.envs = envs
 
     @property
     def obs_space(self) -> Spaces:
-        """That of the environment."""
+        """Spaces of the environment."""
         return self.envs.obs_space
 
     @property
     def act_space(self) -> Spaces:
-        """That of the environment."""
+        """Spaces of the environment."""
         return self.envs.act_space
 
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
-        """Steps it."""
+        """Steps the environment."""
         rows = {key: np.asarray(value)[None] for key, value in action.items()}
         return {key: value[0] for key, value in self.envs.step(rows).items()}
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the environment."""
         self.envs.close()
 
 
@@ -171,15 +171,15 @@ def make_vector(
     kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> VectorGym | None:
-    """Makes several environments of a registered id, if `vector` says how.
+    """Makes several environments of a registered id; None if `vector` is `none`.
 
     Args:
       task: the id.
-      seeds: one for each.
+      seeds: one per environment.
       vector: `none`; `sync` or `async` for Gymnasium's vectors of single environments;
         `own` for the vector environment that is registered with the id.
       kwargs: arguments of the environments.
-      **options: of `VectorGym`.
+      **options: options of `VectorGym`.
     """
     if vector == "none":
         return None
@@ -205,13 +205,13 @@ def make_vector_of(
     vector: str,
     options: Mapping[str, Any],
 ) -> VectorGym:
-    """Makes Gymnasium environments of one's own step together.
+    """Makes several Gymnasium environments of a user, which step together.
 
     Args:
-      factories: of each of them.
-      seeds: of each of them.
+      factories: one per environment.
+      seeds: one per environment.
       vector: `sync` or `async`.
-      options: of `VectorGym`.
+      options: options of `VectorGym`.
     """
     if vector == "own":
         raise UnusableEnv(
@@ -228,7 +228,7 @@ def make_vector_of(
         if not isinstance(first, gymnasium.Env):
             raise UnusableEnv(
                 f"Expected Gymnasium environments for env.gym.vector {vector}, got "
-                f"{first!r}. Leave the flag away: env.gym.vector none."
+                f"{first!r}. Set env.gym.vector to none."
             )
     finally:
         first.close()
@@ -238,7 +238,7 @@ def make_vector_of(
 def from_vector(
     env: Any, seeds: Sequence[int], options: Mapping[str, Any]
 ) -> VectorGym:
-    """Fits a `gymnasium.vector.VectorEnv`; a single seed is for all of it."""
+    """Adapts a `gymnasium.vector.VectorEnv`; a single seed is for all of it."""
     if not isinstance(env, gymnasium.vector.VectorEnv):
         raise UnusableEnv(
             "Expected a function with a parameter num_envs to return a "
@@ -250,4 +250,4 @@ def from_vector(
         seed: Any = waiting.pop() if waiting else None
         return env.reset(seed=seed)
 
-    return VectorGym(env, reset, **nothing_else(options))
+    return VectorGym(env, reset, **without_factory_options(options))

@@ -11,7 +11,7 @@ import numpy as np
 from embodied.base import Array, Spaces, TaskError
 from embodied.space import Space
 
-# Keys about the episode, which every environment has beside its own observations.
+# Keys about the episode, which every environment has besides its own observations.
 SIGNALS = {
     "reward": Space(np.float32),
     "is_first": Space(bool),
@@ -25,8 +25,8 @@ RESERVED = (
 )
 RESERVED_PREFIXES = ("log/", "dyn/")
 
-WORDS = 16  # Of a text that are observed.
-WORD_CLASSES = 256  # Of hashed words; 0 stands for none.
+WORDS = 16  # Number of words of a text that are observed.
+WORD_CLASSES = 256  # Number of classes of hashed words; 0 means no word.
 
 Path = tuple[Any, ...]  # Keys and indices that lead to an element of a nested value.
 
@@ -36,7 +36,7 @@ class UnusableEnv(TaskError, TypeError):
 
 
 class UnsupportedSpace(TaskError, TypeError):
-    """A foreign space does not fit arrays of fixed shape under keys of their own."""
+    """A foreign space cannot be converted to arrays of fixed shape by unique keys."""
 
 
 def signals(
@@ -60,7 +60,7 @@ def class_action(classes: int) -> Spaces:
 
 
 def check_at_least(least: int, **options: int) -> None:
-    """Raises ValueError unless all options are at least as large."""
+    """Raises ValueError unless all options are at least `least`."""
     for name, value in options.items():
         if value < least:
             raise ValueError(f"Expected {name} of at least {least}, got {value}.")
@@ -72,7 +72,7 @@ def check_keys(
     """Raises UnsupportedSpace unless all keys are free and unique.
 
     Args:
-      name: the environment's.
+      name: name of the environment.
       obs_keys: keys of its observations.
       act_keys: keys of its actions.
       advice: how to rename a key, as a sentence.
@@ -115,7 +115,7 @@ def unflatten(space: Any, values: Iterator[Any]) -> Any:
 
 
 def hash_words(text: str | bytes | np.ndarray) -> np.ndarray:
-    """Returns a class per word [WORDS] int32, zeros after the last one."""
+    """Returns the class of each word [WORDS] int32, with zeros after the last one."""
     text = text.item() if isinstance(text, np.ndarray) else text
     text = text.decode() if isinstance(text, bytes) else text
     words = np.zeros(WORDS, np.int32)

@@ -1,6 +1,6 @@
 """Walkers in mazes: locomotion and navigation at once; in the process that steps them.
 
-The mazes are ours, the walkers and the physics dm_control's.
+The mazes are made here; the walkers and the physics are those of dm_control.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from embodied.envs.keys import check_at_least
 from embodied.envs.registry import check_task
 from embodied.space import Space
 
-# Modules and classes of dm_control.locomotion.walkers, and how wide corridors are for
-# them, in metres.
+# Modules and classes of dm_control.locomotion.walkers, and the width of corridors for
+# them in metres.
 WALKERS = {
     "ant": ("ant", "Ant", 3.0),
     "ball": ("jumping_ball", "RollingBallWithHead", 2.0),
@@ -31,7 +31,7 @@ TASKS = tuple(
     for walker in WALKERS
     for layout in (*(f"maze_{size}" for size in SIZES), "empty")
 )
-_MAZE_SEED = 3  # The same mazes for everyone.
+_MAZE_SEED = 3  # Fixed, so that mazes are the same in all runs.
 _EMPTY = 3  # Crossings per side of the room without inner walls.
 _CAMERA_KEY = "walker/egocentric_camera"
 
@@ -53,7 +53,7 @@ class LocoNav(Env):
       task: walker and maze: 'ant', 'ball' or 'rodent', and 'maze_s', 'maze_m',
         'maze_l', 'maze_xl' or 'empty', such as 'ant_maze_m'.
       size: height and width of images.
-      repeat: steps that each action is repeated.
+      repeat: number of steps that each action is repeated for.
       camera: index of the camera; -1 for the walker's view.
       length: steps, before repeats, after which an episode is cut.
       seed: decides the places of walkers and targets.
@@ -131,7 +131,7 @@ def _build(
     seed: int,
 ) -> tuple[Any, Any, Any]:
     """Returns the environment of dm_control, its walker and its arena."""
-    # Here, because it must come after the choice of how to render.
+    # Imported here, because it must come after the choice of the backend.
     try:
         import labmaze
         from dm_control import composer
@@ -184,7 +184,7 @@ def _draw(layout: str) -> str:
 
 
 def _passages(side: int) -> list[tuple[int, int]]:
-    """Returns where walls between crossings are open: a tree, and some more."""
+    """Returns the open walls between crossings: a spanning tree, and some more."""
     rng = random.Random(_MAZE_SEED)
     crossings = [(row, column) for row in range(side) for column in range(side)]
     seen, stack, open_walls = {crossings[0]}, [crossings[0]], set()
@@ -202,7 +202,7 @@ def _passages(side: int) -> list[tuple[int, int]]:
         seen.add(cell)
         stack.append(cell)
         open_walls.add((row + cell[0] + 1, column + cell[1] + 1))
-    # Loops, so that there is more than one way.
+    # More openings make loops, so that there is more than one way.
     inner = [
         (row, column)
         for row in range(1, 2 * side)

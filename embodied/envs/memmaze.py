@@ -25,7 +25,7 @@ def make_memmaze(
 
     Args:
       task: number of cells, '9x9', '11x11', '13x13' or '15x15'.
-      size: height and width of images, which are equal.
+      size: height and width of images, which must be equal.
       seed: decides the mazes.
     """
     check_task("memmaze task", task, TASKS)

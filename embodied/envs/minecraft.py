@@ -67,7 +67,7 @@ class Minecraft(Env):
         every log. Both add a hundredth of the change in health.
       size: height and width of images.
       break_speed: how much faster than usual blocks break.
-      logs: whether to return, as `log/NAME`, the most of each item that was held.
+      logs: whether to return the most of each item held so far, as `log/NAME`.
       length: steps after which an episode is cut.
       seed: decides the worlds.
     """
@@ -87,7 +87,7 @@ class Minecraft(Env):
         self._logs = logs
         self._length = length
         self._rng = np.random.default_rng(seed)
-        # The server's own limit never comes first.
+        # The limit of the server is higher, so that it is never reached.
         self._env = _Survival(self._size, break_speed, length + 100).make()
         self._most = np.zeros(len(ITEMS), np.float32)
         self._health = 0.0
@@ -98,7 +98,7 @@ class Minecraft(Env):
 
     @property
     def obs_space(self) -> Spaces:
-        """An image, the inventory, the tool in hand, and how the player is."""
+        """An image, the inventory, the tool in hand, and the state of the player."""
         items, tools = len(ITEMS), len(TOOLS)
         logs = {f"log/{item}": Space(np.float32) for item in ITEMS}
         return {
@@ -142,7 +142,7 @@ class Minecraft(Env):
             self._env.close()
 
     def _command(self, index: int) -> dict[str, Any]:
-        """Returns the command of MineRL for one of our actions."""
+        """Returns the MineRL command of the action with this index."""
         choice = dict(_CHOICES[index])
         down, right = choice.pop("camera", (0.0, 0.0))
         before, self._pitch = self._pitch, np.clip(self._pitch + down, -PITCH, PITCH)
@@ -234,11 +234,11 @@ class _Survival(SimpleEmbodimentEnvSpec):
         ]
 
     def create_agent_start(self) -> list[Any]:
-        """Lets blocks break faster."""
+        """Makes blocks break faster."""
         return [handlers.AgentStartBreakSpeedMultiplier(self._break_speed)]
 
     def create_server_world_generators(self) -> list[Any]:
-        """A new world in every episode."""
+        """Makes a new world in every episode."""
         return [handlers.DefaultWorldGenerator(force_reset=True)]
 
     def create_server_quit_producers(self) -> list[Any]:
@@ -257,23 +257,23 @@ class _Survival(SimpleEmbodimentEnvSpec):
         ]
 
     def create_rewardables(self) -> list[Any]:
-        """None: rewards are made from the inventory."""
+        """Returns none: rewards are computed from the inventory."""
         return []
 
     def create_agent_handlers(self) -> list[Any]:
-        """None."""
+        """Returns none."""
         return []
 
     def create_server_decorators(self) -> list[Any]:
-        """None."""
+        """Returns none."""
         return []
 
     def is_from_folder(self, folder: str) -> bool:
-        """There are no recordings of this task."""
+        """Returns False: there are no recordings of this task."""
         return False
 
     def determine_success_from_rewards(self, rewards: list[float]) -> bool:
-        """Success is not defined."""
+        """Returns False: success is not defined."""
         return False
 
     def get_docstring(self) -> str:

@@ -27,7 +27,7 @@ class MiniGrid(Env):
 
     Args:
       task: its id, such as 'DoorKey-5x5' or 'MiniGrid-DoorKey-5x5-v0'. Without a
-        version it is the newest.
+        version, the newest one is used.
       size: height and width of images.
       full: whether to show the whole grid instead of the agent's view.
       seed: decides the grids.
@@ -47,7 +47,7 @@ class MiniGrid(Env):
         self._full = full
         grid = self._env.unwrapped
         cells = grid.width if full else grid.agent_view_size  # type: ignore[attr-defined]
-        # Drawn no smaller than it is shown.
+        # Drawn at least as large as the image.
         self._tile = max(4, -(-max(self._size) // cells))
         self._done = True
 
@@ -111,7 +111,7 @@ def _make(name: str) -> gymnasium.Env:
 def _find_id(task: str) -> str:
     """Returns the id of a task, of its newest version if none is given."""
     ids = sorted(name for name in gymnasium.registry if name.startswith(_PREFIX))
-    by_name = {_VERSION.sub("", name): name for name in ids}  # The last one counts.
+    by_name = {_VERSION.sub("", name): name for name in ids}  # The newest wins.
     for name in (task, f"{_PREFIX}{task}"):
         if name in ids:
             return name

@@ -15,13 +15,12 @@ from embodied.envs.registry import check_task
 from embodied.space import Space
 
 WIDTH, HEIGHT = 16, 14  # Of the room in cells, walls included.
-HISTORY = 2  # Rows of cells below the room.
-PAD = 3  # Cells of a pad's side.
+HISTORY = 2  # Rows of cells below the room, which show the history.
+PAD = 3  # Side of a pad in cells.
 REWARD = 10.0
 MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))  # Stay, up, down, left, right.
 
-# Top left cells of pads, in the order in which they are to be stepped on: around the
-# room, but never from one pad to the next beside it.
+# Top left cells of the pads, which are around the room.
 _PLACES = {
     "top": (1, 6),
     "top_left": (1, 1),
@@ -32,6 +31,7 @@ _PLACES = {
     "bottom": (10, 6),
     "bottom_right": (10, 12),
 }
+# Orders in which pads are to be stepped on, never from one place to the one beside it.
 _ORDERS = {
     "three": "top_left bottom_right top_right",
     "four": "top_left bottom_right bottom_left top_right",
@@ -61,12 +61,12 @@ _AGENT = (0, 0, 0)
 
 
 class PinPad(Env):
-    """Step on all pads, each a colour, in an order that has to be found out.
+    """Step on all pads, each of another colour, in an order to be found out.
 
     Stepping on a pad activates it and adds it to the history, which is drawn below the
-    room and is as long as there are pads. When it shows the right order, the agent gets
-    a reward of 10, starts from another place, and the history is empty again. Nothing
-    else is rewarded.
+    room and holds as many entries as there are pads. When it shows the right order, the
+    agent gets a reward of 10 and starts from another place, and the history is cleared.
+    Nothing else is rewarded.
 
     Args:
       task: number of pads as a word, from 'three' to 'eight'.
@@ -157,7 +157,7 @@ class PinPad(Env):
 
     def _observe(self, reward: float, is_first: bool = False) -> dict[str, Any]:
         cells = self._room.copy()
-        # The pad under the agent is seen by its other cells.
+        # A pad under the agent can still be seen from its other cells.
         cells[self._agent] = _AGENT
         for index, pad in enumerate(self._history):
             cells[HEIGHT:, 2 * index : 2 * index + 2] = _COLORS[pad]

@@ -19,21 +19,21 @@ GAMES = (
     *("ninja", "plunder", "starpilot"),
 )
 ACTIONS = 15
-NATIVE = (64, 64)  # Of images that the games draw for agents.
+NATIVE = (64, 64)  # Size of images that the games draw for agents.
 RESIZERS = ("pillow",)
 
 
 class ProcGen(Env):
-    """A game with a new level in every episode, of the whole distribution, hard mode.
+    """A game with a new level in every episode, out of all levels of the hard mode.
 
-    The game starts its next level by itself and shows only that, so the last
-    observation of an episode repeats the image before it.
+    The game starts its next level by itself and does not show the end of the last one,
+    so the last observation of an episode repeats the image before it.
 
     Args:
       task: the game, such as 'coinrun'.
-      size: height and width of images. Other than 64 x 64 they are made from the large
-        ones that the game draws for people, which takes longer.
-      resize: library that does this; 'pillow'.
+      size: height and width of images. Sizes other than 64 x 64 are resized from the
+        large images that the game draws for people, which takes longer.
+      resize: library that resizes images; 'pillow'.
       seed: decides the levels.
     """
 

@@ -1,6 +1,6 @@
 """Suites of environments, and how the name of a task becomes an environment.
 
-Runs in the process that steps it; environments are imported when they are made.
+Runs in the process that steps them; environments are imported when they are made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from embodied.base import BatchEnv, Env, TaskError
 from embodied.envs.keys import UnusableEnv
 
 PACKAGE = "dreamerv3-parallel"
-MOST_LISTED = 20  # Names that an error lists although it knows what may be meant.
+MOST_LISTED = 20  # Maximum number of names in an error that has suggestions.
 PACKAGE_MODULE = __name__.split(".")[0]
 
 
@@ -38,9 +38,10 @@ class Suite:
         returns an Env.
       doc: one line for listings.
       extra: the extra of this package to install; empty if none is needed.
-      install: how to install the suite's packages, where no extra can.
-      batch: `module:attribute` of what makes several environments that step together,
-        of a name, seeds and the suite's options; it may return None.
+      install: how to install the suite's packages if no extra can, as a sentence.
+      batch: `module:attribute` of a function that makes several environments that step
+        together. It is called with the rest of the task's name, `seeds`, and the
+        suite's options, and may return None.
     """
 
     name: str
@@ -162,8 +163,8 @@ class UnknownTask(TaskError, ValueError):
     """No suite, or no task of a suite, has this name.
 
     Args:
-      message: what was expected, and what came.
-      near: names that may be meant, the most likely first.
+      message: what was expected, and what was given.
+      near: suggested names, the most likely first.
     """
 
     def __init__(self, message: str, near: Iterable[str] = ()):
@@ -173,7 +174,7 @@ class UnknownTask(TaskError, ValueError):
 
     @classmethod
     def named(cls, kind: str, name: str, known: Iterable[str]) -> UnknownTask:
-        """Makes the error of a `kind`, such as 'dummy task', that is not `known`."""
+        """Returns the error for a `kind`, such as 'dummy task', that is not `known`."""
         known = sorted(known)
         near = difflib.get_close_matches(name, known, n=3)
         listed = ""
@@ -189,13 +190,13 @@ class MissingExtra(TaskError, ImportError):
     def named(
         cls, task: str, package: str | None, extra: str, install: str = ""
     ) -> MissingExtra:
-        """Makes the error of `task`, whose `package` comes with `extra`.
+        """Returns the error for a task whose package is missing.
 
         Args:
-          task: its name.
-          package: the missing one.
-          extra: the extra of this package that has it.
-          install: how to install it where no extra can, as a sentence.
+          task: name of the task.
+          package: name of the missing package.
+          extra: extra of this project that installs the package.
+          install: how to install the package if no extra can, as a sentence.
         """
         requirement = f"{PACKAGE}[{extra}]" if extra else PACKAGE
         return cls(
@@ -206,7 +207,7 @@ class MissingExtra(TaskError, ImportError):
 
 
 def check_task(kind: str, name: str, known: Iterable[str]) -> None:
-    """Raises UnknownTask unless the name is one of the known ones."""
+    """Raises UnknownTask unless `name` is one of `known`."""
     if name not in known:
         raise UnknownTask.named(kind, name, known)
 
@@ -220,9 +221,9 @@ def make(task: str, *, index: int = 0, seed: int = 0, **kwargs: Any) -> Env:
 
     Args:
       task: `SUITE_NAME`, such as `dummy_disc`, `grid_reach`, `gym_CartPole-v1` or
-        `atari_pong`; or your own environment as `package.module:Name`, where the name
-        is a class or function that returns an Env, a Gymnasium or a dm_env one. It is
-        called with the options and, if it has a parameter of that name, `seed`.
+        `atari_pong`; or your own environment as `package.module:Name`, where `Name` is
+        a class or function that returns an Env, a Gymnasium or a dm_env environment.
+        It is called with the options and, if it has a parameter `seed`, with a seed.
       index: number of this environment within the run.
       seed: seed of the run. Runs of the same seed and actions see the same episodes,
         environments of different index see different ones.
@@ -246,11 +247,11 @@ def make(task: str, *, index: int = 0, seed: int = 0, **kwargs: Any) -> Env:
 def make_batch(
     task: str, *, indices: Sequence[int], seed: int = 0, **kwargs: Any
 ) -> BatchEnv | None:
-    """Makes several environments of a task that step together, if the suite can.
+    """Makes several environments of a task that step together; None if unsupported.
 
     Args:
       task: `SUITE_NAME`.
-      indices: their numbers within the run.
+      indices: numbers of the environments within the run.
       seed: seed of the run.
       **kwargs: options of the suite.
     """
@@ -267,12 +268,13 @@ def adapt_batch(
 ) -> BatchEnv | None:
     """Makes several environments that step together, if the factory can.
 
-    It can if it takes `num_envs`, and returns a `gymnasium.vector.VectorEnv` or a
-    BatchEnv then; or if `vector` among the options asks for it. Else returns None.
+    A factory with a parameter `num_envs` must return a `gymnasium.vector.VectorEnv` or
+    a BatchEnv. Others make Gymnasium environments that are combined as the option
+    `vector` says; returns None if that is `none` or if there is only one seed.
 
     Args:
       factory: class or function.
-      seeds: one for each.
+      seeds: one per environment.
       options: as for `adapt`.
     """
     vector = options.get("vector", "none")
@@ -291,7 +293,7 @@ def adapt_batch(
     if isinstance(env, BatchEnv):
         return env
     gym_vector = importlib.import_module("embodied.envs.gym_vector")
-    # The first seed is for all: few vector environments take more.
+    # The first seed is for all, since few vector environments take more.
     return gym_vector.from_vector(env, seeds[:1], options)
 
 
@@ -316,11 +318,11 @@ def env_seed(seed: int, index: int) -> int:
 
 
 def find_factory(task: str, module_name: str, name: str) -> Callable[..., Any]:
-    """Returns the class or function `name` of a module, on behalf of a task."""
+    """Returns the class or function `name` of a module; errors mention the task."""
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A package that the module itself imports is another matter.
+        # A package that is missing inside the module is a different error.
         if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise UnknownTask(
@@ -358,7 +360,7 @@ def _call_suite(
         near = [f"{suite.name}_{other}" for other in error.near]
         raise UnknownTask(error.message, near) from None
     except ModuleNotFoundError as error:
-        # Missing parts of this package, or of the user's, are another matter.
+        # Missing modules of this package, or of the user's, are different errors.
         package = (error.name or "").split(".")[0]
         foreign = bool(package) and package != PACKAGE_MODULE
         if not foreign or not (suite.extra or suite.install):
@@ -369,7 +371,7 @@ def _call_suite(
 
 
 def takes(factory: Callable[..., Any], name: str) -> bool:
-    """Returns whether a class or function has a parameter of a name, not yet set."""
+    """Returns whether a callable has a parameter `name` that no partial has set."""
     with contextlib.suppress(ValueError, TypeError):
         signature = inspect.signature(factory)
         set_already = getattr(factory, "keywords", {})  # Of a partial.
@@ -383,22 +385,22 @@ def adapt(
     seed: int,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Env:
-    """Makes an environment of one's own, and fits it to the interface.
+    """Makes an environment of a user, and adapts it to the interface.
 
     Args:
       task: name for messages.
-      factory: class or function that returns an Env, a Gymnasium or a dm_env one. It
-        is called with `seed`, if it has a parameter of that name.
-      seed: of this environment.
-      options: of `FromGym`, for a Gymnasium environment; `kwargs` among them are
-        arguments of the factory.
+      factory: class or function that returns an Env, a Gymnasium or a dm_env
+        environment. It is called with `seed`, if it has a parameter of that name.
+      seed: seed of this environment.
+      options: options of `FromGym`, for a Gymnasium environment; `kwargs` among them
+        are arguments of the factory.
     """
     batch = adapt_batch(factory, [seed], options)
     if batch is not None:
-        return importlib.import_module("embodied.envs.gym_vector").OneOfBatch(batch)
+        return importlib.import_module("embodied.envs.gym_vector").SingleEnv(batch)
     gym_options = dict(options)
     kwargs = dict(gym_options.pop("kwargs", {}))
-    # Some that are written in C have no signature.
+    # Callables written in C may have no signature.
     with contextlib.suppress(ValueError):
         signature = inspect.signature(factory)
         if "seed" in signature.parameters:
@@ -421,7 +423,7 @@ def adapt(
 
 
 def _is_dm_task(module_name: str) -> bool:
-    """Whether a name before a colon is `dm_` and a module, not a module `dm_...`."""
+    """Returns whether `dm_X` before a colon means suite dm, not a module `dm_X`."""
     if not module_name.startswith("dm_"):
         return False
     return importlib.util.find_spec(module_name.partition(".")[0]) is None

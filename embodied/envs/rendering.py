@@ -21,10 +21,10 @@ class RenderingUnavailable(RuntimeError):
 
 
 def choose_backend(images: bool) -> None:
-    """Sets MUJOCO_GL before MuJoCo's packages are imported, where it must be.
+    """Sets MUJOCO_GL where needed; call it before importing MuJoCo's packages.
 
-    On Linux without a display they need EGL or OSMesa, and fail at import where a
-    library is missing. A variable that is set already is left alone.
+    On Linux without a display, these need EGL or OSMesa, and fail at import if the
+    library is missing. A variable that is already set is left alone.
 
     Args:
       images: whether images are needed; if not, no library is needed either.
@@ -66,7 +66,7 @@ def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 def resize_planes(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Resizes an image [H, W, C] uint8, of any number of channels."""
-    if image.shape[2] == 3:  # Pillow knows these, and single ones for all others.
+    if image.shape[2] == 3:  # Pillow takes three channels or one.
         return resize(image, size)
     planes = np.moveaxis(image, 2, 0)
     return np.stack([resize(plane, size) for plane in planes], axis=2)

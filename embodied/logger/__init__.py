@@ -1,7 +1,7 @@
 """Where metrics go: terminal, files and dashboards; in the process that logs."""
 
 from embodied.logger.jsonl import JSONLOutput
-from embodied.logger.logger import Logger
+from embodied.logger.logger import Logger, StepCount, rewind
 from embodied.logger.output import AsyncOutput, MissingPackageError, Output, Summary
 from embodied.logger.scope import ScopeOutput
 from embodied.logger.tensorboard import TensorBoardOutput
@@ -15,8 +15,10 @@ __all__ = [
     "MissingPackageError",
     "Output",
     "ScopeOutput",
+    "StepCount",
     "Summary",
     "TensorBoardOutput",
     "TerminalOutput",
     "WandbOutput",
+    "rewind",
 ]

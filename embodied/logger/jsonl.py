@@ -26,13 +26,13 @@ _log = logging.getLogger(__name__)
 class JSONLOutput(Output):
     r"""Appends `{"step": …, name: number, …}` to a file, one line per step and write.
 
-    A name that comes twice at one step opens another line, so that no value is lost.
+    A name that occurs twice at one step starts another line, so that no value is lost.
     NaN and infinities, which JSON lacks, are written as `null`. Text, vectors, images
     and videos are left out.
 
     Every line is complete: the last line of a killed process is completed or cut off
     when the file is opened, and a write that fails half-way, as on a full disk, is
-    undone. A run that is continued removes the lines of steps that it makes again.
+    undone. A continued run removes the lines of steps that it repeats.
 
         JSONLOutput(logdir, 'scores.jsonl', 'episode/score')   # Not eval_episode/score.
 
@@ -72,16 +72,16 @@ class JSONLOutput(Output):
         if not removed:
             return
         _log.info(
-            "%s: %d lines of steps after %d, which are made again, are removed.",
+            "%s: removed %d lines of steps after %d, which the run repeats.",
             self._path,
             removed,
             step,
         )
         if len(kept) == 1:
-            # The usual case: they are the end of the file.
+            # The usual case: the removed lines are the end of the file.
             os.truncate(self._file.fileno(), kept[0][1])
             return
-        # Steps of earlier versions went back at every resume.
+        # In files of earlier versions, steps go back at every resume.
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             with self._path.open("rb") as source, temporary.open("wb") as target:
@@ -105,7 +105,7 @@ class JSONLOutput(Output):
             while remaining:
                 remaining = remaining[self._file.write(remaining) :]
         except OSError:
-            # The error of the write is the one to report, not one that follows.
+            # Report the error of the write, not one of undoing it.
             with contextlib.suppress(OSError):
                 os.truncate(self._file.fileno(), size)
             raise
@@ -117,11 +117,11 @@ def _number(value: np.ndarray) -> int | float | None:
 
 
 def _kept_lines(path: pathlib.Path, last: int) -> tuple[list[tuple[int, int]], int]:
-    """Finds the lines up to a step, and those of no step.
+    """Finds the lines of steps up to `last`, and the lines without a step.
 
     Returns:
-      Where they lie, as ranges of bytes, and the number of other lines. The first range
-      begins at 0 and may be empty.
+      Their ranges of bytes, and the number of other lines. The first range begins at 0
+      and may be empty.
     """
     ranges, removed, position = [(0, 0)], 0, 0
     with path.open("rb") as file:
@@ -142,13 +142,13 @@ def _copy(source: Any, target: Any, amount: int) -> None:
     while amount > 0:
         block = source.read(min(amount, _BLOCK))
         if not block:
-            raise OSError(errno.EIO, "The file has become shorter meanwhile")
+            raise OSError(errno.EIO, "The file was truncated while it was copied")
         target.write(block)
         amount -= len(block)
 
 
 def _repair(path: pathlib.Path) -> None:
-    """Makes a last line without its end a whole line, or removes it."""
+    """Completes a last line that lacks its newline, or removes it if cut off."""
     if not path.is_file():
         return
     with path.open("r+b") as file:

@@ -9,6 +9,7 @@ from typing import Any, SupportsInt
 
 import numpy as np
 
+from embodied.base import Tree
 from embodied.logger.output import Summary
 from embodied.logger.terminal import TerminalOutput
 
@@ -22,15 +23,15 @@ class Logger:
           logger.add({'score': 1.0, 'length': 100}, prefix='episode')
           logger.write()
 
-    Methods may be called from several threads: one lock guards the metrics,
-    another lets one write at a time reach the outputs, in order. An output that
-    fails does not disturb the caller or the other outputs: its error is reported
-    through `logging`, once until it works again or fails in another way.
+    Methods may be called from several threads: one lock guards the metrics, another
+    one serialises the writes to outputs, in order. An output that fails affects neither
+    the caller nor the other outputs: its error is reported through `logging`, once
+    until it works again or fails in another way.
 
     Args:
       step: a counter, or anything that `int()` takes; read whenever metrics are added.
-      outputs: callables that take a sequence of `Summary`, such as `Output`. Those
-        that have `rewind` and `close` get these calls, too.
+      outputs: callables that take a sequence of `Summary`, such as `Output`. Their
+        methods `rewind` and `close` are called too, where they exist.
       multiplier: environment steps per agent step, by which `step` is multiplied.
     """
 
@@ -43,7 +44,7 @@ class Logger:
         self.step = step
         self.multiplier = multiplier
         outputs = list(outputs)
-        # Whether a person sees the progress of the run through it.
+        # Whether a person can follow the run through this logger.
         self.has_terminal = any(isinstance(x, TerminalOutput) for x in outputs)
         self._outputs = [_Guarded(output) for output in outputs]
         self._pending: list[Summary] = []
@@ -75,7 +76,7 @@ class Logger:
             self._pending.extend((step, name, value) for name, value in items)
 
     def write(self) -> None:
-        """Hands all metrics that were added to every output."""
+        """Passes the metrics added since the last write to every output."""
         with self._write_lock:
             with self._pending_lock:
                 summaries, self._pending = tuple(self._pending), []
@@ -84,10 +85,10 @@ class Logger:
                     output.write(summaries)
 
     def rewind(self) -> None:
-        """Takes back what outputs show of steps after the present one.
+        """Removes steps after the current one from the outputs.
 
-        Call it before the first metric, when the step is that of the checkpoint which
-        the run continues from: all files show one rising timeline then.
+        Call it before the first metric, when the step is that of the checkpoint from
+        which the run continues, so that steps only increase within every file.
         """
         with self._write_lock:
             for output in self._outputs:
@@ -101,8 +102,31 @@ class Logger:
                 output.close()
 
 
+class StepCount:
+    """The logger's step counter, as a part of checkpoints."""
+
+    def __init__(self, counter: Any):
+        self._counter = counter
+
+    def save(self) -> Tree:
+        """Returns the number of agent steps of training environments."""
+        return {"step": int(self._counter)}
+
+    def load(self, data: Tree) -> None:
+        """Continues to count from the saved step."""
+        self._counter.load(int(data["step"]))
+
+
+def rewind(logger: Any) -> None:
+    """Removes what a logger has shown of steps after its present one.
+
+    Does nothing for a user's logger without a method `rewind`.
+    """
+    getattr(logger, "rewind", lambda: None)()
+
+
 class _Guarded:
-    """An output whose errors are reported and go no further. Guarded by the caller."""
+    """An output whose errors are logged, not raised. The caller holds a lock."""
 
     def __init__(self, output: Callable[[Sequence[Summary]], Any]):
         if not callable(output):
@@ -164,7 +188,7 @@ class _Guarded:
 
 
 def _convert(name: str, value: Any) -> str | np.ndarray:
-    """Returns the value as outputs get it."""
+    """Converts a value to a string, or to an array of a kind that outputs support."""
     if not isinstance(name, str):
         raise TypeError(f"Expected a string as name of a metric, got {name!r}.")
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The base of outputs, and encoding of images and videos; in the process that logs."""
+"""The base of outputs, and encoders of images and videos; in the process that logs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Summary = tuple[int, str, str | np.ndarray]
 
 
 class MissingPackageError(ImportError):
-    """An output needs a package that is an extra and is not installed."""
+    """The optional package that an output needs is not installed."""
 
     def __init__(self, package: str, extra: str):
         super().__init__(
@@ -39,7 +39,7 @@ class MissingPackageError(ImportError):
 class Output:
     """One destination of metrics.
 
-        output(summaries)    # Raises when they could not be written.
+        output(summaries)    # Raises an error if they cannot be written.
         output.close()
 
     Args:
@@ -54,14 +54,14 @@ class Output:
         raise NotImplementedError(f"{type(self).__name__}.__call__")
 
     def rewind(self, step: int) -> None:
-        """Takes back what it has shown of later steps, before anything is written.
+        """Removes later steps from the destination; called before the first write.
 
-        A run that is continued from a checkpoint makes these steps again. Outputs that
-        cannot forget show both.
+        A run that continues from a checkpoint repeats these steps. Outputs that cannot
+        remove them show both.
         """
 
     def close(self) -> None:
-        """Writes the rest and frees resources. May be called more than once."""
+        """Writes what is pending and frees resources. May be called more than once."""
 
     def selected(self, summaries: Sequence[Summary]) -> list[Summary]:
         """Returns the summaries whose name matches the pattern."""
@@ -71,17 +71,17 @@ class Output:
 class AsyncOutput(Output):
     """An output that writes in a thread of its own, since it may be slow.
 
-    A subclass implements `_write` and `_close`, which run in that thread only, one at
-    a time; it owns whatever they touch. One condition variable guards all state that
-    the threads share. Nothing is dropped while the output makes progress: a full queue
-    holds the caller until there is room. An error is raised by the next call from
-    outside, which is itself carried out.
+    A subclass implements `_write` and `_close`, which run one at a time and only in
+    that thread, which owns whatever they touch. One condition variable guards all
+    state that the threads share. Nothing is dropped while the output makes progress: a
+    full queue blocks the caller until there is room. An error in the thread is raised
+    by the caller's next call, whose summaries are still queued.
 
     Args:
       pattern: regular expression that a metric's whole name must match.
-      queue_size: calls that may wait to be written.
+      queue_size: number of calls that may wait to be written.
       stall_timeout: seconds without progress after which a full queue raises
-        `TimeoutError` at once instead of holding the caller.
+        `TimeoutError` at once instead of blocking the caller.
       close_timeout: seconds that `close` waits for the queue to drain.
     """
 
@@ -113,7 +113,7 @@ class AsyncOutput(Output):
         with self._condition:
             if selected:
                 self._wait_for_room()
-            # Taken first, since it is of earlier calls and not of this one.
+            # Taken before the new summaries are queued, so it is of an earlier call.
             error, self._error = self._error, None
             if selected:
                 self._enqueue(selected)
@@ -121,7 +121,7 @@ class AsyncOutput(Output):
             raise error
 
     def close(self) -> None:
-        """Writes the queue, raises after the timeout, and ends the thread."""
+        """Writes the queue and ends the thread; raises if that exceeds the timeout."""
         with self._condition:
             if self._closing:
                 return
@@ -151,7 +151,7 @@ class AsyncOutput(Output):
         """Closes the destination."""
 
     def _wait_for_room(self) -> None:
-        """Waits for the writing thread; under the condition."""
+        """Waits for room in the queue. The caller holds the condition."""
         while len(self._waiting) >= self._queue_size and not self._closing:
             remaining = self._progress + self._stall_timeout - time.monotonic()
             if remaining <= 0:
@@ -166,7 +166,7 @@ class AsyncOutput(Output):
             raise RuntimeError(f"{type(self).__name__} is closed and takes no writes.")
 
     def _enqueue(self, summaries: list[Summary]) -> None:
-        """Hands summaries to the writing thread; under the condition."""
+        """Queues summaries for the writing thread. The caller holds the condition."""
         if not (self._waiting or self._writing):
             self._progress = time.monotonic()
         self._waiting.append(summaries)
@@ -200,7 +200,7 @@ class AsyncOutput(Output):
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern of metric names, with an error that quotes it."""
+    """Compiles a pattern of metric names; the error for an invalid one quotes it."""
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -212,7 +212,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 def rows_by_step(summaries: Iterable[tuple[int, str, Any]]) -> list[dict[str, Any]]:
     """Returns `{"step": …, name: value, …}` for each step, in order.
 
-    A name that comes twice at one step opens another row, so that no value is lost.
+    A name that occurs twice at one step starts another row, so that no value is lost.
     """
     rows: list[dict[str, Any]] = []
     for step, name, value in summaries:
@@ -231,7 +231,7 @@ def histogram_values(vector: np.ndarray) -> np.ndarray | None:
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """Encodes an image.
+    """Encodes an image as PNG.
 
     Args:
       image: [H, W] or [H, W, C] uint8, with 1, 3 or 4 channels.
@@ -250,9 +250,10 @@ def encode_png(image: np.ndarray) -> bytes:
 
 
 def encode_gif(video: np.ndarray, fps: float) -> bytes:
-    """Encodes a video, to be repeated without end.
+    """Encodes a video as a GIF that repeats for ever.
 
-    GIF counts hundredths of a second, so that rates above 50 come out slower.
+    GIF counts hundredths of a second, here two or more per frame, so that rates above
+    50 come out slower.
 
     Args:
       video: [T, H, W, C] uint8, with 1 or 3 channels.
@@ -282,27 +283,27 @@ def encode_gif(video: np.ndarray, fps: float) -> bytes:
 
 
 def encode_video(video: np.ndarray, fps: float) -> tuple[str, bytes]:
-    """Encodes a video as MP4 where there is ffmpeg, else as GIF.
+    """Encodes a video as MP4 if ffmpeg is available, else as GIF.
 
     Args:
       video: [T, H, W, C] uint8, with 1 or 3 channels.
       fps: frames per second.
 
     Returns:
-      The ending of its file name, `mp4` or `gif`, and the contents.
+      The file name extension, `mp4` or `gif`, and the contents of the file.
     """
     program = find_ffmpeg()
     if program is not None:
         try:
             return "mp4", _encode_mp4(program, video, fps)
         except (OSError, subprocess.SubprocessError) as error:
-            # One without the usual encoder, for example.
-            logger.warning("ffmpeg wrote no video (%s), so it becomes a GIF.", error)
+            # For example an ffmpeg without the usual encoder.
+            logger.warning("ffmpeg failed (%s); writing a GIF instead.", error)
     return "gif", encode_gif(video, fps)
 
 
 def find_ffmpeg() -> str | None:
-    """Returns the path of ffmpeg: installed, or with the package imageio-ffmpeg."""
+    """Returns the path of ffmpeg, of the system or of imageio-ffmpeg, or None."""
     found = shutil.which("ffmpeg")
     if found is None:
         try:
@@ -322,7 +323,7 @@ def _encode_mp4(program: str, video: np.ndarray, fps: float) -> bytes:
         command = [
             *(program, "-loglevel", "error", "-y", "-f", "rawvideo"),
             *("-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps)),
-            # Players want this format, which has even sides.
+            # Most players need yuv420p, which requires even sides.
             *("-i", "-", "-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2"),
             *("-c:v", "libx264", "-pix_fmt", "yuv420p", "-movflags", "+faststart"),
             str(path),

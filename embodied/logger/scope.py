@@ -37,7 +37,7 @@ class ScopeOutput(AsyncOutput):
             scope.formats.Image(),
             scope.formats.Video(fps=int(fps)),
         ]
-        # Without workers it writes in our thread, where errors are seen.
+        # Without workers, Scope writes in the calling thread, where errors are seen.
         self._writer: Any = scope.Writer(
             pathlib.Path(str(logdir)), workers=0, formats=formats
         )
@@ -53,7 +53,7 @@ class ScopeOutput(AsyncOutput):
 
 
 def _column(name: str) -> str:
-    # Scope turns slashes into dashes and back, and wants a plain first character.
+    # Scope turns slashes into dashes and back, and needs a plain first character.
     name = re.sub(r"[^A-Za-z0-9_./]", "_", name)
     return name if re.match(r"[a-z0-9_]", name) else f"_{name}"
 
@@ -64,7 +64,7 @@ def _supported(value: np.ndarray) -> np.ndarray:
     if value.ndim == 3:
         return value[..., :3]
     if value.ndim == 4:
-        # The video codec wants even sizes.
+        # The video codec requires even sizes.
         odd = [(0, size % 2) for size in value.shape[1:3]]
         return np.pad(value, [(0, 0), *odd, (0, 0)], mode="edge")
     return value

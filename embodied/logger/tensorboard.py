@@ -22,8 +22,8 @@ from embodied.logger.output import (
 class TensorBoardOutput(AsyncOutput):
     """Writes scalars, histograms, images, videos (as GIF) and text, in a thread.
 
-    The event file is made at the first write. Of tensorboardX only the synchronous
-    writer is used: its queued one blocks for ever once its thread has met an error.
+    The event file is created at the first write. Only the synchronous writer of
+    tensorboardX is used: its queued writer blocks for ever once its thread has failed.
 
     Args:
       logdir: folder of the event files, created if needed.
@@ -38,15 +38,15 @@ class TensorBoardOutput(AsyncOutput):
         self._logdir = pathlib.Path(str(logdir))
         self._fps = fps
         self._writer: Any = None
-        self._last_step: int | None = None  # That files of before are to show.
+        self._last_step: int | None = None  # Last to show of earlier event files.
 
     def rewind(self, step: int) -> None:
-        """Has TensorBoard hide what other files show of later steps."""
+        """Makes TensorBoard hide later steps of earlier event files."""
         self._last_step = step
 
     @staticmethod
     def available() -> bool:
-        """Whether the package is installed that it writes with."""
+        """Returns whether the package tensorboardX is installed."""
         return importlib.util.find_spec("tensorboardX") is not None
 
     def _write(self, summaries: list[Summary]) -> None:
@@ -71,7 +71,7 @@ class TensorBoardOutput(AsyncOutput):
 
         if self._writer is None:
             self._logdir.mkdir(parents=True, exist_ok=True)
-            # The writer's own file names differ by the second only, and it truncates.
+            # The writer's file names differ only by the second, and it truncates files.
             suffix = f".{os.urandom(4).hex()}"
             self._writer = EventsWriter(str(self._logdir / "events"), suffix)
             if self._last_step is not None:

@@ -13,12 +13,14 @@ from typing import Any, TextIO
 
 from embodied.logger.output import Output, Summary, compile_pattern
 
-WIDTH = 100  # Characters of a line at most.
+WIDTH = 100  # Maximum number of characters of a line.
 BAR = 10  # Characters of the bar.
-PAUSE = 10.0  # Seconds without steps, as of compiling, that a rate does not count.
-BOTTLENECK = "parallel/bottleneck"  # A text: who, a colon, and why; or a phase.
-# Names that lines show for metrics, the most important first.
-SHORT = {
+PAUSE_SECONDS = (
+    10.0  # Seconds. Longer pauses, such as to compile, do not count in rates.
+)
+BOTTLENECK = "parallel/bottleneck"  # Its text is `ROLE: REASON`, or a phase of the run.
+# Short names of metrics on the line, the most important first.
+SHORT_NAMES = {
     "episode/score": "score",
     BOTTLENECK: "bottleneck",
     "eval_episode/score": "eval score",
@@ -33,19 +35,19 @@ class TerminalOutput(Output):
 
     The line has the step, steps per second and the time left, the bottleneck of a
     parallel run, and the last values of the selected metrics as far as there is room.
-    On a terminal there is a bar before it, and it is drawn again every second. Output
-    of this process appears above it; another process has to erase the line first.
+    On a terminal, a bar precedes the line, and both are redrawn every second. Output
+    of this process appears above them; another process has to erase the line first.
 
-    Threads: `_lock` guards the values, which the thread that draws reads.
+    `_lock` guards the values, which the drawing thread reads.
 
     Args:
       pattern: regular expression that is searched for in a metric's name.
-      total_steps: logged step (environment steps) at which the run ends, if it does.
-      total_seconds: time after which the run ends, if it does.
+      total_steps: logged step (environment steps) at which the run ends, if any.
+      total_seconds: time after which the run ends, if any.
       stream: where to write. Default: `sys.stdout`.
-      live: whether to draw. Default: if the stream is a terminal.
+      live: whether to redraw one line. Default: only if the stream is a terminal.
       clock: returns seconds.
-      step: returns the logged step between writes.
+      step: returns the logged step, to update the line between writes.
     """
 
     def __init__(
@@ -73,13 +75,13 @@ class TerminalOutput(Output):
             self._draw()
 
     def selected(self, summaries: Sequence[Summary]) -> list[Summary]:
-        """Returns the summaries in whose name the pattern is found."""
+        """Returns the summaries whose name contains the pattern, and the bottleneck."""
         return [
             item for item in summaries if self._search(item[1]) or item[1] == BOTTLENECK
         ]
 
     def __call__(self, summaries: Sequence[Summary]) -> None:
-        """Draws or prints a line."""
+        """Redraws the line, or prints a new one."""
         if not summaries:
             return
         with self._lock:
@@ -100,7 +102,7 @@ class TerminalOutput(Output):
             atexit.unregister(self.close)
 
     def line(self, width: int = WIDTH) -> str:
-        """Returns the line as it is now, of at most so many characters."""
+        """Returns the current line, of at most `width` characters."""
         with self._lock:
             fields = [*self._progress.fields(), *self._metrics()]
         line, hidden = "", 0
@@ -119,7 +121,7 @@ class TerminalOutput(Output):
         from rich.text import Text
 
         with self._lock:
-            # From the first step on, since a rate before it would mean nothing.
+            # Only from the first step on, since a rate before it is meaningless.
             if self._step is not None and (step := self._step()):
                 self._progress.add(step)
             share = self._progress.share
@@ -133,12 +135,12 @@ class TerminalOutput(Output):
         return grid
 
     def _metrics(self) -> list[str]:
-        ordered = [name for name in SHORT if name in self._latest]
-        ordered += sorted(set(self._latest) - set(SHORT))
+        ordered = [name for name in SHORT_NAMES if name in self._latest]
+        ordered += sorted(set(self._latest) - set(SHORT_NAMES))
         return [self._latest[name] for name in ordered]
 
     def _draw(self) -> None:
-        """Draws the line from now on, in a thread."""
+        """Starts to redraw the line, in a thread."""
         from rich.console import Console
         from rich.live import Live
 
@@ -147,7 +149,7 @@ class TerminalOutput(Output):
             console=self._console, refresh_per_second=1, get_renderable=lambda: self
         )
         self._live.start()
-        # Visible, since a process that is killed could not bring it back.
+        # Live hides the cursor, which a killed process could not show again.
         self._console.show_cursor(True)
         atexit.register(self.close)
 
@@ -166,18 +168,18 @@ class _Progress:
         self._clock = clock
         self._began = clock()
         self._step = 0
-        self._moved = self._began  # When the step has changed last.
+        self._moved = self._began  # When the step changed last.
         self._points: collections.deque[tuple[float, int]] = collections.deque(
             maxlen=30
         )
 
     def add(self, step: int) -> None:
-        """Notes the present step."""
+        """Records the current step."""
         now = self._clock()
         if step != self._step:
-            # It went back to a checkpoint, or on after something was compiled.
+            # The step went back to a checkpoint, or goes on after a pause.
             seen = self._points[-1][0] if self._points else now
-            if step < self._step or seen - self._moved > PAUSE:
+            if step < self._step or seen - self._moved > PAUSE_SECONDS:
                 self._points.clear()
             self._moved = now
         self._step = step
@@ -185,7 +187,7 @@ class _Progress:
 
     @property
     def share(self) -> float | None:
-        """The part of the run that is over; None without an end."""
+        """Completed fraction of the run; None if the run has no end."""
         shares = []
         if self._total_steps:
             shares.append(self._step / self._total_steps)
@@ -194,17 +196,17 @@ class _Progress:
         return min(1.0, max(shares)) if shares else None
 
     def fields(self) -> list[str]:
-        """Returns step, rate and time left as texts."""
+        """Returns step, rate and time left as strings."""
         step = f"step {self._step:,}"
         if self._total_steps:
             share = min(1.0, self._step / self._total_steps)
             step += f"/{self._total_steps:,.0f} ({share:.0%})"
         fields = [step]
         pause = self._clock() - self._moved
-        rate = None if pause > PAUSE else self._rate()
+        rate = None if pause > PAUSE_SECONDS else self._rate()
         if rate:
             fields.append(f"{rate:.4g} steps/s")
-        elif self._step and pause > PAUSE:
+        elif self._step and pause > PAUSE_SECONDS:
             fields.append(f"no steps for {_duration(pause)}")
         left = self._left(rate)
         if left is not None:
@@ -231,7 +233,7 @@ def _shown(summaries: Sequence[Summary]) -> dict[str, str]:
     """Returns the texts to show for scalars and for the bottleneck, by name."""
     shown = {}
     for _, name, value in summaries:
-        label = SHORT.get(name, name)
+        label = SHORT_NAMES.get(name, name)
         if name == BOTTLENECK:
             role, colon, _ = str(value).partition(":")
             shown[name] = f"{label} {role}" if colon else role

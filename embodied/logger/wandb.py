@@ -61,7 +61,7 @@ class WandbOutput(AsyncOutput):
         options = {
             "id": _run_id(folder),
             "resume": "allow",
-            # The terminal output wants the streams for itself.
+            # Keeps wandb from capturing the streams that the terminal output uses.
             "settings": wandb.Settings(console="off"),
             **options,
         }

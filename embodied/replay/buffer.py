@@ -2,18 +2,19 @@
 
 Threads. Any thread may call any method. Four locks, taken in this order:
 
-- `_saving`: one save, load or clean at a time.
-- `_writing`: inserts one after the other; owns the rows between what is published and
-  what is reserved. `load` and `clear` hold it while they replace the index.
-- `_latents`: the contents of published latents, which are read and refreshed row by
-  row, so that nobody sees half of one.
-- `_changed`, the index lock: chunks, streams, items, selector and counters. It is held
-  briefly; steps are copied without it.
+- `_saving`: allows one save, load, clean or clear at a time.
+- `_writing`: serialises inserts, and guards the rows that are reserved but not yet
+  published. `load` and `clear` hold it while they replace the index.
+- `_latents`: guards the contents of published latents, which are read and refreshed in
+  place, so that no reader sees a half-written row.
+- `_changed`, the index lock: guards chunks, streams, items, selector and counters. It
+  is held briefly; steps are copied without it.
 
-A published step never changes, apart from latents. A reader pins the chunk that a
-sequence begins in while it holds the index lock, copies without it, and unpins it
-then; rows of a pinned chunk and of those behind it are not used again. An insert
-reserves rows, writes them, and publishes them: between the two nobody else knows them.
+The values of a published step never change, apart from latents. A reader pins the chunk
+in which a sequence begins while it holds the index lock, copies the steps without the
+lock, and then unpins the chunk. The rows of a pinned chunk, and of the chunks that
+follow it, are not reused. An insert reserves rows, writes them, and publishes them; in
+between, no other thread accesses these rows.
 """
 
 from __future__ import annotations
@@ -62,19 +63,19 @@ class Replay:
         replay.update({'stepid': ..., 'dyn/deter': ..., 'priority': ...})
 
     A sequence consists of `length` consecutive steps of one worker and may span
-    episodes. In a sample `is_first` is set at the start, and `is_last` where an
-    episode was abandoned: the next step begins another, or never came.
+    episodes. In a sample, `is_first` is set at the first step, and `is_last` where an
+    episode was abandoned, because the next step begins another one or never came.
 
-    Keys that start with `log/` are not stored. Those that start with `dyn/` are
-    latents: samples have them for the first `context` steps only.
+    Keys that start with `log/` are not stored. Keys that start with `dyn/` are latents:
+    samples contain them for the first `context` steps only.
 
     Args:
       length: steps in a sequence.
-      capacity: items, which are starts of sequences; None for as many as fit.
+      capacity: number of items, which are starts of sequences; None for as many as fit.
       directory: where `save` writes; None if steps are not saved.
-      chunksize: steps in a chunk at most, the unit of memory and of files.
+      chunksize: maximum steps in a chunk, the unit of memory and of files.
       online: whether streams are also cut into sequences that do not overlap, each of
-        which is sampled once in 'train' mode, before any other.
+        which is sampled once in 'train' mode, ahead of all others.
       selector: decides what is sampled; uniform by default.
       save_wait: whether inserts wait while `save` writes.
       name: for messages.
@@ -82,10 +83,10 @@ class Replay:
       context: steps at the start of a sequence whose latents are sampled. With 0,
         latents are not stored. Loops fill in `args.replay_context` for None; see
         `use_context`.
-      bytes: memory to use, or 'auto' for a share of what is available, to which the
-        capacity shrinks. A number that does not hold the capacity is an error.
+      bytes: memory to use, or 'auto' for a share of the available memory. If it is too
+        small for the capacity, 'auto' shrinks the capacity; a number is an error.
       compress: 'zstd' or 'none', for files.
-      latent_save_bytes: of refreshed latents that one save writes at most.
+      latent_save_bytes: maximum bytes of refreshed latents that one save writes.
     """
 
     def __init__(
@@ -141,14 +142,14 @@ class Replay:
         """Whether there is no room for more items: new ones replace the oldest."""
         with self._changed:
             index = self._index
-            # Few chunks for many workers are full before the capacity is reached.
+            # With few chunks for many workers, eviction begins below the capacity.
             return index is not None and (
                 len(index.items) >= index.capacity
                 or self._counters.total("evicted") > 0
             )
 
     def __bool__(self) -> bool:
-        return True  # An empty buffer is still the one that was given.
+        return True  # Otherwise an empty buffer could be mistaken for a missing one.
 
     def add(self, step: Mapping[str, Any], worker: int = 0) -> None:
         """Appends a step to a worker's stream; see `add_batch`."""
@@ -159,8 +160,10 @@ class Replay:
         """Appends steps [B, ...] to the streams of workers [B].
 
         Raises:
-          ValueError: they differ from the first step in keys, dtypes or shapes, or,
-            a ReplayMemoryError, there is too little memory. Nothing has changed then.
+          ValueError: the steps differ from the first one in keys, dtypes or shapes, or
+            there is no memory for so many workers. Nothing has changed.
+          ReplayMemoryError: the buffer does not fit into memory. It is a ValueError,
+            too. Nothing has changed.
         """
         numbers = _as_workers(workers)
         if not numbers:
@@ -186,9 +189,9 @@ class Replay:
                 self._append(index, row, [worker])
 
     def abandon(self, worker: int) -> None:
-        """Ends the worker's sequence: its last step was the last of its episode.
+        """Ends the worker's episode at its last step.
 
-        Its next step, after a crash for example, is taken for the first of another.
+        Its next step, for example after a crash, begins a new episode.
         """
         with self._writing, self._changed:
             if self._index is not None:
@@ -201,9 +204,9 @@ class Replay:
 
         Args:
           batch: number of sequences.
-          mode: 'train' takes from the online queue and lets the selector note what it
-            has drawn; 'report' and 'eval' change nothing.
-          out: returns the arrays to write into for {key: (dtype, shape)}.
+          mode: 'train' takes from the online queue and lets the selector record what
+            it has drawn; 'report' and 'eval' change neither.
+          out: called with {key: (dtype, shape)}; returns the arrays to write into.
 
         Raises:
           LookupError: there is no full sequence yet.
@@ -236,8 +239,8 @@ class Replay:
 
         Args:
           data: `stepid` [..., 20] uint8 and, with the same leading shape, latents and
-            `priority`. Steps that have been evicted are left out and counted, and
-            so are priorities that are NaN, infinite or negative.
+            `priority`. Evicted steps, and priorities that are NaN, infinite or
+            negative, are skipped and counted.
         """
         with self._changed:
             index = self._index
@@ -249,41 +252,43 @@ class Replay:
             self._counters.add(updates=1, update_ignored=ignored)
 
     def stats(self) -> dict[str, float]:
-        """Returns what there is now, and what has happened since the last call."""
+        """Returns current sizes, counts since the last call, and total counts."""
         with self._changed:
             index = self._index
             now = dict.fromkeys(STATE, 0) if index is None else index.state()
             return now | self._counters.report(self._settings.length)
 
     def clear(self) -> None:
-        """Forgets all steps, and what a step holds; files stay."""
+        """Drops all steps and their schema; files are kept."""
         with self._saving, self._writing, self._changed:
             self._empty_selector()
             self._index = None
 
     def save(self) -> Tree:
-        """Writes what is new into the directory, and returns what `load` needs.
+        """Writes new data to the directory, and returns what `load` needs.
 
-        All files that the result lists are on the disk then, and are never changed.
-        Inserts (unless `save_wait`), samples and updates go on meanwhile.
+        When it returns, all files that the result lists are on disk; they never change.
+        Inserts (unless `save_wait`), samples and updates continue meanwhile.
 
         Raises:
-          CheckpointError: the disk is full, for example. The next save makes up for it.
+          CheckpointError: writing failed, for example because the disk is full. The
+            next save writes what is missing.
         """
         with self.cut() as cut:
             return cut.write().data
 
     def cut(self) -> ReplayCut:
-        """Decides which steps belong to a save; later ones do not.
+        """Decides which steps belong to a save; later steps do not.
 
-        What it returns has to be closed. Until then other saves wait, and inserts if
-        `save_wait`.
+        The returned cut must be closed. Until then other saves wait, and with
+        `save_wait` inserts wait, too.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._saving)
             if self._save_wait:
                 stack.enter_context(self._writing)
-            # No insert replaces the index meanwhile, since only the first one does.
+            # The index can be read without its lock: `load` and `clear` wait for
+            # `_saving`, and of the inserts only the first one sets it.
             return self._writer.cut(
                 self._index, self._counters, self._settings.context, stack
             )
@@ -291,14 +296,14 @@ class Replay:
     def clean(
         self, listed: Collection[str] | None, root: str | os.PathLike[str]
     ) -> None:
-        """Removes what saves have left that were neither committed nor discarded.
+        """Removes the files of saves that were neither committed nor discarded.
 
-        Call it at start-up, before the first save, while nobody commits.
+        Call it at start-up, before the first save, while no checkpoint is committed.
 
         Args:
-          listed: the paths of all files that any checkpoint lists, be it whole or not;
-            None if that is not known, and nothing is removed.
-          root: what the paths are relative to.
+          listed: paths of all files that any checkpoint lists, complete or not; None if
+            they are not known, in which case nothing is removed.
+          root: folder that the paths are relative to.
         """
         if listed is not None:
             with self._saving:
@@ -312,37 +317,41 @@ class Replay:
         *,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Replaces all steps by saved ones; workers' streams begin anew.
+        """Replaces all steps with saved ones; every worker begins a new stream.
 
-        Damaged files are left out with a warning.
+        Damaged files are skipped with a warning.
 
         Args:
-          data: what `save` returned, for exactly the steps of then. Without it, all
-            steps in the directory that are whole.
-          directory: where to read from, if not the buffer's own. What is read from
-            elsewhere is written to the own directory by the next save.
-          amount: reads the newest steps only.
-          progress: called with the chunks that are done and their number.
+          data: what `save` returned, to restore exactly the steps of that save. Without
+            it, all intact steps in the directory are loaded.
+          directory: where to read from; by default the buffer's own directory. Steps
+            from another directory are written to the own one by the next save.
+          amount: number of the newest steps to load; None for all that fit.
+          progress: called with the number of chunks done and of all chunks.
 
         Raises:
-          CheckpointError: `data` is no save that this version can read, or its steps
-            were saved without the latents that this buffer samples.
+          CheckpointError: this version cannot read `data`, or its steps were saved
+            without the latents that this buffer samples.
         """
         folder = self._folder if directory is None else ChunkFolder(directory)
         own = folder is not None and folder == self._folder
         with self._saving, self._writing:
             found = find_chunks(data, folder, self._settings.context)
             require_latents(found, self._settings.context, self._settings.name)
-            index, slots, same = None, np.zeros(0, np.int64), False
+            index, slots = None, np.zeros(0, np.int64)
             if folder is not None and found.schema is not None:
                 index = self._make_index(found.schema)
-                slots, same = restore(index, folder, found, own, amount, progress)
+                slots = restore(index, folder, found, own, amount, progress)
             if own:
                 self._writer.resume(found.save)
             with self._changed:
-                self._install(index, slots, found.selector if same else None)
+                self._empty_selector()
+                self._index = index
                 self._counters.load(found.counters)
+                # Else every resume would draw as the first start has drawn.
+                self._selector.reseed(self._counters.total("samples"))
                 if index is not None:
+                    fill_selector(index, slots)
                     index.evict(max(0, len(slots) - index.capacity))
 
     def _append(self, index: Index, packed: Batch, workers: list[int]) -> None:
@@ -406,19 +415,6 @@ class Replay:
         return Index(
             schema, self._settings, self._selector, self._changed, self._counters
         )
-
-    def _install(self, index: Index | None, slots: np.ndarray, selector: Tree) -> None:
-        """Makes loaded items the buffer's own. The index lock is held."""
-        self._empty_selector()
-        self._index = index
-        if index is None:
-            return
-        fill_selector(index, slots)
-        if selector is not None:
-            try:
-                self._selector.load(selector)
-            except ValueError as error:
-                logger.warning("Sampling starts anew: %s", error)
 
     def _empty_selector(self) -> None:
         if self._index is not None:

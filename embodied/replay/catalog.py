@@ -1,4 +1,4 @@
-"""Lists of saved chunks: as a save has them, or as found in a folder. Replay."""
+"""Lists saved chunks, from a save or from the files in a folder. Replay's process."""
 
 from __future__ import annotations
 
@@ -33,39 +33,37 @@ class SavedChunk:
     Args:
       identity: its id.
       previous: the id of the chunk that it follows, or empty.
-      number: where it was in memory, or -1.
       evicted: how many of its first items had been evicted.
-      first, last: steps inserted in all before its first one, and up to its last.
-      ages: [steps] float64. They sort the steps of all chunks by their insertion.
+      first, last: steps inserted into the buffer before its first and up to its last.
+      ages: [steps] float64. They order the steps of all chunks by their insertion.
       files: its files.
+      priorities: [steps] float32 of its steps; None if only files may have them.
     """
 
     identity: bytes
     previous: bytes
-    number: int
     evicted: int
     first: int
     last: int
     ages: np.ndarray
     files: list[ChunkFile]
+    priorities: np.ndarray | None = None
 
 
 @dataclasses.dataclass
 class SavedChunks:
-    """Saved chunks, the oldest first, and what else is known of them."""
+    """Saved chunks, the oldest first, and the state that was saved with them."""
 
     chunks: list[SavedChunk]
     schema: Schema | None
     chunksize: int
     save: int
     counters: dict[str, int]
-    selector: Tree = None
-    items: int = 0
-    context: int | None = None  # Of the buffer that saved; None if that is not known.
+    context: int | None = None  # Of the buffer that saved; None if not known.
 
 
 def find_chunks(data: Tree, folder: ChunkFolder | None, context: int) -> SavedChunks:
-    """Returns the chunks that a save lists or, without `data`, those of the folder."""
+    """Returns the chunks that a save lists or, without `data`, all in the folder."""
     found = None if data is None else read_list(data, context)
     if found is not None and (folder is not None or not found.chunks):
         return found
@@ -80,7 +78,7 @@ def require_latents(found: SavedChunks, context: int, name: str) -> None:
     """Raises CheckpointError if a buffer needs latents that were not saved.
 
     Args:
-      found: what was found.
+      found: the chunks to load.
       context: of the buffer.
       name: of the buffer, for the message.
     """
@@ -96,12 +94,12 @@ def read_list(data: Tree, context: int) -> SavedChunks:
     """Returns the chunks that a save lists.
 
     Raises:
-      CheckpointError: it is no save that this version can read.
+      CheckpointError: this version cannot read the save.
     """
     try:
         if data["format"] != FORMAT:
             raise ValueError(f"expected format {FORMAT}, got {data['format']!r:.50}")
-        # One that is missing was not counted yet by the version that saved.
+        # The version that saved may not have had all of these counters.
         counters = {name: int(data["counters"].get(name, 0)) for name in COUNTERS}
         if "chunks" not in data:
             return SavedChunks([], None, 0, int(data["save"]), counters)
@@ -112,14 +110,16 @@ def read_list(data: Tree, context: int) -> SavedChunks:
         ages = _ages_of(order, data["chunks"])
         files = _by_chunk(unpack_files(data))
         chunks = _saved_chunks(data["chunks"], ages, files)
+        # Files may lack the newest ones: they are written with latents, up to a limit.
+        if (priorities := data.get("priorities")) is not None:
+            for chunk, part in zip(chunks, np.split(priorities, np.cumsum(steps)[:-1])):
+                chunk.priorities = part
         return SavedChunks(
             sorted(chunks, key=lambda chunk: chunk.first),
             Schema.from_json(data["fields"], context),
             int(data["chunksize"]),
             int(data["save"]),
             counters,
-            data["selector"],
-            len(order),
             data.get("context"),
         )
     except (
@@ -130,15 +130,15 @@ def read_list(data: Tree, context: int) -> SavedChunks:
         zstandard.ZstdError,
     ) as error:
         raise CheckpointError(
-            f"This is no saved replay that this version can read: {error!r}. Load it "
+            f"This version cannot read the saved replay: {error!r}. Load it "
             "with the version that wrote it."
         ) from error
 
 
 def scan_folder(folder: ChunkFolder, context: int) -> SavedChunks:
-    """Returns all that a directory holds, without the list that a save returned.
+    """Returns all chunks in a directory, without the list that a save returned.
 
-    The newest file says what a step holds; chunks that differ are left out.
+    The newest chunk determines keys and chunk size; chunks that differ are left out.
     """
     chunks: list[tuple[SavedChunk, Any, int]] = []
     save = 0
@@ -179,10 +179,10 @@ def _by_chunk(files: list[ChunkFile]) -> dict[bytes, list[ChunkFile]]:
 
 
 def _ages_of(order: np.ndarray, table: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Returns for each chunk [steps]: when each step's item was completed.
+    """Returns for each chunk [steps]: the rank by age of each step's item.
 
-    `order` has the chunk of each item, from the oldest to the newest; in a chunk, items
-    begin one step after the other. Steps without an item yet come last.
+    `order` holds the chunk of each item, from the oldest to the newest; the items of a
+    chunk begin at consecutive steps. Steps without an item come last.
     """
     amount = len(table["steps"])
     ranks = np.split(
@@ -208,19 +208,18 @@ def _saved_chunks(
     files: dict[bytes, list[ChunkFile]],
 ) -> list[SavedChunk]:
     identities = [identity.tobytes() for identity in table["id"]]
-    names = ("previous", "number", "evicted", "first", "last")
+    names = ("previous", "evicted", "first", "last")
     return [
         SavedChunk(
             identity,
             identities[previous] if previous >= 0 else b"",
-            number,
             evicted,
             first,
             last,
             age,
             files.get(identity, []),
         )
-        for identity, age, (previous, number, evicted, first, last) in zip(
+        for identity, age, (previous, evicted, first, last) in zip(
             identities, ages, zip(*(table[name].tolist() for name in names))
         )
     ]
@@ -231,10 +230,10 @@ def _scanned_chunk(
 ) -> SavedChunk:
     steps = max(file.stop for file in files)
     first, last = headers[0]["first"], max(header["last"] for header in headers)
-    # When between the two each step came is not known.
+    # When each step was inserted between the two is not known, so spread them evenly.
     ages = np.linspace(first, last, steps)
     previous = bytes.fromhex(headers[0]["previous"])
-    return SavedChunk(identity, previous, -1, 0, first, last, ages, files)
+    return SavedChunk(identity, previous, 0, first, last, ages, files)
 
 
 def _header(folder: ChunkFolder, file: ChunkFile) -> dict[str, Any] | None:
@@ -245,8 +244,10 @@ def _header(folder: ChunkFolder, file: ChunkFile) -> dict[str, Any] | None:
             key for key, kind in kinds.items() if type(header.get(key)) is not kind
         ]
         if wrong or header.get("format") != FORMAT or "fields" not in header:
-            raise CheckpointError(f"{file.name} is of another version.")
+            raise CheckpointError(
+                f"{file.name} was written by an incompatible version."
+            )
         return header
     except CheckpointError as error:
-        logger.warning("Leaving out a file of replay: %s", error)
+        logger.warning("Skipping a damaged file of the replay: %s", error)
         return None

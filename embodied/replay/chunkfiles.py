@@ -1,14 +1,15 @@
 """The files of chunks: written once, verified when read. Replay's process.
 
-A file holds safetensors, inside a zstd frame where compressed. Its name tells all that
-is needed to find it:
+A file holds safetensors data, inside a zstd frame if compressed. Its name describes its
+contents:
 
     CHUNK-START-STOP-SAVE.steps      the steps from START to STOP of a chunk
-    CHUNK-START-STOP-SAVE.latents    what training has refreshed of them since
+    CHUNK-START-STOP-SAVE.latents    their latents, as training has refreshed them since
 
-SAVE is the number of the save that wrote it. A chunk that grows is written in pieces:
-each save adds a file with the steps since the last one. Of latents, the file of the
-latest save counts. A save lists its files as arrays, which its checkpoint holds.
+SAVE is the number of the save that wrote the file. A chunk that grows is written in
+pieces: each save adds a file with the steps since the previous one. Of several files of
+latents, the one of the latest save is used. A save lists its files in arrays, which are
+stored in its checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from embodied.checkpoint import CheckpointError, FileRecord, write_file
 
 FORMAT = 1
 STEPS, LATENTS = "steps", "latents"
-# Beside the latents in files. No step has such a key, since those are not stored.
+# Key of priorities in files. Steps cannot have it, as `log/` keys are not stored.
 PRIORITIES = "log/priority"
 COMPRESSIONS = ("zstd", "none")
 DIGEST_PREFIX = "sha256:"
@@ -53,9 +54,9 @@ class ChunkFile:
     Args:
       chunk: id of the chunk.
       kind: 'steps' or 'latents'.
-      start, stop: the steps of the chunk that it holds.
+      start, stop: range of the chunk's steps that it holds.
       save: number of the save that wrote it.
-      size, digest: of the file; an empty digest where they are not known.
+      size, digest: of the file; the digest is empty if they are not known.
     """
 
     chunk: bytes
@@ -74,7 +75,7 @@ class ChunkFile:
 
     @classmethod
     def parse(cls, name: str) -> ChunkFile | None:
-        """Returns the file of a name, or None if it is no chunk's."""
+        """Returns the file with a name, or None for other names."""
         if not (match := _NAME.fullmatch(name)):
             return None
         chunk, start, stop, save, kind = match.groups()
@@ -83,10 +84,10 @@ class ChunkFile:
 
 @dataclasses.dataclass
 class ChunkFiles:
-    """The files of a chunk. Owned by whoever saves or loads.
+    """The files of a chunk. Owned by the thread that saves or loads.
 
     Args:
-      steps: the files of its steps, without gaps from step 0 on.
+      steps: the files of its steps, from step 0 on and without gaps.
       latents: files of refreshed latents, the newest last. An older one is kept until
         it is clear that the newer one was committed.
       stamp: number of the last update whose latents are on disk.
@@ -98,7 +99,7 @@ class ChunkFiles:
 
     @property
     def stop(self) -> int:
-        """How many steps are on disk."""
+        """Number of steps on disk."""
         return self.steps[-1].stop if self.steps else 0
 
     @property
@@ -108,11 +109,11 @@ class ChunkFiles:
 
 
 class ChunkFolder:
-    """A directory with files of chunks. Calls may overlap.
+    """A directory with files of chunks. Thread-safe.
 
     Args:
-      path: the directory; it is made by the first write.
-      compress: 'zstd' or 'none', for what is written. Both can be read.
+      path: the directory; the first write creates it.
+      compress: 'zstd' or 'none', for writing. Both can be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], compress: str = "zstd"):
@@ -148,11 +149,12 @@ class ChunkFolder:
 
         Args:
           file: of this folder.
-          step_bytes: that a step takes at most. A file that holds more than its steps
-            can take is refused before there is memory for it.
+          step_bytes: maximum size of a step. A file that is larger than its steps can
+            be is refused before memory is allocated for it.
 
         Raises:
-          CheckpointError: the file is missing, torn, altered or too large; names it.
+          CheckpointError: the file, which is named, is missing, torn, altered or too
+            large.
         """
         target = self.path / file.name
         limit = (file.stop - file.start) * step_bytes + _MAX_HEADER
@@ -183,7 +185,7 @@ class ChunkFolder:
         """Returns the metadata of a file without reading all of it.
 
         Raises:
-          CheckpointError: the file is missing, torn or altered; names it.
+          CheckpointError: the file, which is named, is missing, torn or altered.
         """
         target = self.path / file.name
         try:
@@ -222,7 +224,7 @@ class ChunkFolder:
         ]
 
     def scan(self) -> list[ChunkFile]:
-        """Returns the files that there are; their contents are not looked at."""
+        """Returns the chunk files in the directory, without reading their contents."""
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:
@@ -230,13 +232,13 @@ class ChunkFolder:
         return [file for name in names if (file := ChunkFile.parse(name))]
 
     def remove(self, file: ChunkFile) -> None:
-        """Removes a file if it is there."""
+        """Removes a file if it exists and can be removed."""
         with contextlib.suppress(OSError):
             (self.path / file.name).unlink(missing_ok=True)
 
 
 def pack_files(files: list[ChunkFile], chunks: list[bytes]) -> Tree:
-    """Returns files as arrays, each with the place of its chunk in `chunks`."""
+    """Returns files as arrays, each with the index of its chunk in `chunks`."""
     places = {chunk: place for place, chunk in enumerate(chunks)}
     digests = b"".join(bytes.fromhex(x.digest[len(DIGEST_PREFIX) :]) for x in files)
     return {
@@ -270,9 +272,9 @@ def unpack_files(data: Tree) -> list[ChunkFile]:
 
 
 def pack_order(order: np.ndarray) -> np.ndarray:
-    """Returns the chunk of each item, from the oldest, as compressed bytes.
+    """Returns the chunk of each item, the oldest first, as compressed bytes.
 
-    Workers take turns, so the numbers repeat and nearly vanish.
+    Workers take turns, so the numbers repeat and compress to almost nothing.
     """
     data = zstandard.ZstdCompressor(1).compress(order.astype("<i4").tobytes())
     return np.frombuffer(data, np.uint8).copy()
@@ -283,10 +285,10 @@ def unpack_order(packed: np.ndarray, steps: int) -> np.ndarray:
 
     Args:
       packed: the compressed bytes.
-      steps: in all chunks; there are no more items.
+      steps: number of steps in all chunks, which bounds the number of items.
 
     Raises:
-      ZstdError, ValueError: it is damaged.
+      ZstdError, ValueError: the data is damaged.
     """
     return np.frombuffer(decompress(packed.tobytes(), 4 * steps), "<i4")
 
@@ -295,9 +297,9 @@ def decompress(data: bytes, limit: int) -> bytes:
     """Returns the contents of a zstd frame.
 
     Raises:
-      ZstdError, ValueError: it is damaged, or has more than `limit` bytes.
+      ZstdError, ValueError: the frame is damaged, or has more than `limit` bytes.
     """
-    # What a frame says of itself is what would be allocated, whatever the limit.
+    # zstd allocates the size that the frame claims to have, whatever the limit.
     size = zstandard.frame_content_size(data)
     if size > limit:
         raise ValueError(f"expected at most {limit} bytes, got {size} unpacked")
@@ -322,10 +324,10 @@ def decode(data: bytes, limit: int) -> dict[str, np.ndarray]:
 
     Args:
       data: the contents.
-      limit: bytes that they may have when they are not compressed.
+      limit: maximum size of the uncompressed contents, in bytes.
 
     Raises:
-      CheckpointError: they are torn, altered or too large.
+      CheckpointError: the contents are torn, altered or too large.
     """
     try:
         if data[: len(_FRAME)] == _FRAME:
@@ -340,9 +342,9 @@ def decode(data: bytes, limit: int) -> dict[str, np.ndarray]:
         zstandard.ZstdError,
         safetensors.SafetensorError,
     ) as error:
-        raise CheckpointError(f"it holds no steps: {error}") from error
+        raise CheckpointError(f"its contents cannot be decoded: {error}") from error
     if _checksum(arrays) != metadata.get("checksum"):
-        raise CheckpointError("its checksum does not fit its contents")
+        raise CheckpointError("its checksum does not match its contents")
     return arrays
 
 

@@ -1,16 +1,17 @@
-"""Steps in memory: what each holds, and the chunks they lie in. Replay's process.
+"""Steps in memory: their keys, and the chunks that hold them. Replay's process.
 
-Every key has one array whose rows are the steps. Chunk n is the rows from n · size on;
-it belongs to one stream and is filled from its start. A full chunk may have a follower,
-in which the stream goes on. Rows of a released chunk are used again, under a new id.
+Every key has one array whose rows are the steps. Chunk n consists of the rows from
+n · size on; it belongs to one stream and is filled from its start. A full chunk may
+have a follower, in which the stream continues. The rows of a released chunk are reused
+under a new id.
 
     rows     | chunk 0  | chunk 1  | chunk 2  | chunk 3  |
     stream A   . . . ────────────────▶ . . _
     stream B              . . . ────────────────▶ . _ _
 
-The steps of a chunk also stand for the sequences that begin there, in this order:
-`dead` of them are evicted, then come those that can be sampled, up to `born`, and then
-steps that have too few successors yet, up to `filled`.
+Each step of a chunk also stands for the sequence that begins there. Sequences before
+`dead` are evicted, those from `dead` to `born` can be sampled, and those from `born` to
+`filled` still lack steps.
 
 Nothing here locks; the module `buffer` says which lock guards what.
 """
@@ -36,14 +37,15 @@ STEPID = "stepid"
 PRIORITY = "priority"
 FLAGS = ("is_first", "is_last")
 ID_BYTES = 16  # Of a chunk.
-STEPID_BYTES = 20  # The chunk's and 4 of the step's index in it, the largest first.
+STEPID_BYTES = 20  # The chunk's id and the step's index in it, 4 bytes big-endian.
 PRIORITY_BYTES = 4
 
-# Copies are faster in large pages. For keys of a few bytes these would waste too much.
+# Copies are faster with huge pages, which waste too much for keys of a few bytes.
 _HUGE_ROW_BYTES = 16
-# From the start of a page to the first row. Large NumPy arrays begin 16 bytes into a
-# page. Copying a row of whole pages from a page's start to there takes three times as
-# long as from anywhere else: the CPU mistakes reads for those of bytes just written.
+# Bytes from the start of a page to the first row. Large NumPy arrays begin 16 bytes
+# into a page. Copying a row of whole pages from the start of a page to such an array
+# takes three times as long as from other offsets, since the CPU mistakes the reads for
+# reads of bytes that were written a moment before.
 _OFFSET = 1024
 _CONTEXT_HINT = (
     " Steps that were loaded have no latents if they are from a run with "
@@ -57,13 +59,17 @@ _EXTENSIONS = {
 
 
 def is_latent(key: str) -> bool:
-    """Whether this is a recurrent state, which training refreshes."""
+    """Whether the key is a latent, a recurrent state that training refreshes."""
     return key.startswith(LATENT_PREFIX)
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return dtype.kind == "f" or dtype in _EXTENSIONS
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One key of a step, as it arrives and leaves."""
+    """One key of a step, with the dtype and shape that callers see."""
 
     key: str
     dtype: np.dtype
@@ -104,8 +110,8 @@ class Schema:
 
     def __init__(self, fields: Iterable[Field], context: int):
         fields = list(fields)
-        # Of a step in files, which may have latents that are not stored here, and
-        # a priority.
+        # Bytes of a step in files, which may also hold a priority, and latents that
+        # are not stored here.
         self.saved_bytes = sum(field.nbytes for field in fields) + PRIORITY_BYTES
         self.fields = {
             field.key: field for field in fields if context or not is_latent(field.key)
@@ -121,7 +127,7 @@ class Schema:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], context: int) -> Schema:
-        """Returns the schema of the first steps [B, ...]."""
+        """Infers the schema from the first steps [B, ...]."""
         fields = []
         for key, value in _relevant(batch, context).items():
             if value.ndim < 1:
@@ -152,6 +158,9 @@ class Schema:
         """Checks values [*lead, ...] of one key and returns them as stored."""
         field = self.fields[key]
         value = np.asarray(value)
+        if is_latent(key) and _is_float(value.dtype) and _is_float(field.dtype):
+            # Steps that were loaded may have the compute dtype of another device.
+            value = value.astype(field.dtype, copy=False)
         if value.dtype != field.dtype or value.shape != lead + field.shape:
             raise ValueError(
                 f"Expected {key} as {field.dtype} of shape {lead + field.shape}, as "
@@ -238,7 +247,7 @@ class Chunks:
     Args:
       schema: of the steps.
       size: steps in a chunk.
-      amount: number of chunks. Memory is taken when it is first written to.
+      amount: number of chunks. Memory is allocated when it is first written to.
       priorities: whether steps have priorities.
     """
 
@@ -251,28 +260,29 @@ class Chunks:
             key: lazy_array((rows, *field.shape), field.stored_dtype)
             for key, field in schema.fields.items()
         }
-        # Whether the episode ends here without the environment having said so.
+        # Whether the episode ends here although the environment did not set `is_last`.
         self.abandoned = lazy_array((rows,), np.dtype(bool))
-        # NaN as long as training has not given one.
+        # NaN until training sets a priority.
         self.priorities = (
             lazy_array((rows,), np.dtype(np.float32)) if priorities else None
         )
         self.ids = np.zeros((amount, ID_BYTES), np.uint8)
         self.used = np.zeros(amount, bool)
-        self.open = np.zeros(amount, bool)  # A worker adds to it.
-        self.ended = np.zeros(amount, bool)  # No sequence will be born any more.
+        self.open = np.zeros(amount, bool)  # A worker still adds to it.
+        self.ended = np.zeros(amount, bool)  # No more sequences will be born.
         self.filled = np.zeros(amount, np.int32)
         self.born = np.zeros(amount, np.int32)
         self.dead = np.zeros(amount, np.int32)
-        self.pins = np.zeros(amount, np.int32)  # Readers and writers of its rows.
+        self.pins = np.zeros(amount, np.int32)  # Number of readers and writers.
         self.following = np.zeros(amount, np.int32)
         self.preceding = np.zeros(amount, np.int32)
-        self.generation = np.zeros(amount, np.int64)  # Counts the uses of the rows.
+        self.generation = np.zeros(amount, np.int64)  # Counts its allocations.
         self.refreshed = np.zeros(amount, np.int64)  # Number of the last update.
-        self.first_insert = np.zeros(amount, np.int64)  # Steps in all before the first
-        self.last_insert = np.zeros(amount, np.int64)  # and up to the last one here.
+        # Steps inserted into the buffer before the chunk's first and up to its last.
+        self.first_insert = np.zeros(amount, np.int64)
+        self.last_insert = np.zeros(amount, np.int64)
         self._numbers: dict[bytes, int] = {}  # By id.
-        self._released: list[int] = []  # Preferred, since their memory is there.
+        self._released: list[int] = []  # Reused first, as they have memory.
         self._untouched = 0  # Chunks from here on have never been used.
 
     @property
@@ -285,21 +295,20 @@ class Chunks:
         return np.flatnonzero(self.used[: self._untouched])
 
     def find(self, identity: bytes) -> int:
-        """Returns the number of a chunk, or -1 where it is gone."""
+        """Returns the number of a chunk, or -1 if it is gone."""
         return self._numbers.get(identity, -1)
 
-    def allocate(self, preceding: int, identity: bytes = b"", number: int = -1) -> int:
-        """Takes a free chunk into use.
+    def allocate(self, preceding: int, identity: bytes = b"") -> int:
+        """Takes a free chunk into use; returns its number.
 
         Args:
           preceding: the full chunk that it follows, or -1.
           identity: its id; by default a new one.
-          number: which one to take, if that is free.
-
-        Returns:
-          Its number.
         """
-        number = self._take(number)
+        if self._released:
+            number = self._released.pop()
+        else:
+            number, self._untouched = self._untouched, self._untouched + 1
         identity = identity or os.urandom(ID_BYTES)
         self._numbers[identity] = number
         self.ids[number] = np.frombuffer(identity, np.uint8)
@@ -324,12 +333,12 @@ class Chunks:
         return bool(self._unneeded(number) and not self.pins[number])
 
     def any_blocked(self) -> bool:
-        """Whether a reader or writer is all that keeps some chunk from release."""
+        """Whether some chunk would be releasable but for its readers or writers."""
         numbers = np.flatnonzero(self.pins[: self._untouched])
         return bool(self._unneeded(numbers).any())
 
     def release(self, number: int) -> int:
-        """Gives a chunk back; returns the one that followed it, or -1."""
+        """Makes a chunk free again; returns the one that followed it, or -1."""
         del self._numbers[self.ids[number].tobytes()]
         self.used[number] = False
         self._released.append(number)
@@ -375,10 +384,10 @@ class Chunks:
         """Finds steps by id.
 
         Args:
-          stepids: [n, 20] uint8. Neighbours that share a chunk are looked up at once.
+          stepids: [n, 20] uint8. Neighbours of the same chunk are looked up together.
 
         Returns:
-          The rows [m] of those that are there, and which these are: [n] bool.
+          The rows [m] of the steps that were found, and a mask [n] bool of these steps.
         """
         if not len(stepids):
             return np.zeros(0, np.int64), np.zeros(0, bool)
@@ -394,7 +403,7 @@ class Chunks:
         return chunk[present] * self.size + index[present], present
 
     def _unneeded(self, numbers: Any) -> Any:
-        """Whether no sequence and no worker needs the chunk, or each of several."""
+        """Whether no sequence and no worker needs a chunk; elementwise for several."""
         finished = self.ended[numbers] | (self.born[numbers] == self.size)
         return (
             self.used[numbers]
@@ -404,22 +413,9 @@ class Chunks:
             & finished
         )
 
-    def _take(self, number: int) -> int:
-        if self._untouched <= number < self.amount:
-            self._released += range(self._untouched, number)
-            self._untouched = number + 1
-            return number
-        if number >= 0 and number in self._released:
-            self._released.remove(number)
-            return number
-        if self._released:
-            return self._released.pop()
-        self._untouched += 1
-        return self._untouched - 1
-
 
 def lazy_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns zeros whose memory is taken, page by page, when it is written to."""
+    """Returns zeros whose memory is allocated, page by page, when it is written to."""
     dtype = np.dtype(dtype)
     row_bytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
     nbytes = shape[0] * row_bytes
@@ -435,7 +431,7 @@ def lazy_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         large = row_bytes >= _HUGE_ROW_BYTES
-        with contextlib.suppress(OSError):  # Kernels may have been built without.
+        with contextlib.suppress(OSError):  # Not all kernels support it.
             memory.madvise(mmap.MADV_HUGEPAGE if large else mmap.MADV_NOHUGEPAGE)
     count = nbytes // dtype.itemsize
     return np.frombuffer(memory, dtype, count, _OFFSET).reshape(shape)
@@ -454,7 +450,7 @@ def _check_storable(field: Field) -> None:
         raise ValueError(f"The key {STEPID!r} is added by sampling; rename yours.")
     if field.key in FLAGS and field.shape:
         raise ValueError(f"Expected {field.key} as a scalar, got shape {field.shape}.")
-    # Not 1 for all of NumPy's own: those that come out of a pickle have 0.
+    # NumPy's own dtypes need not have `isbuiltin` 1: it is 0 for unpickled ones.
     plain = field.dtype.isbuiltin != 2 and field.dtype.kind in "biuf"
     plain = plain and field.dtype.isnative
     if field.dtype.itemsize > 8 or not (plain or field.dtype in _EXTENSIONS):

@@ -1,6 +1,6 @@
 """Index of steps by worker, and of the sequences they form. Replay's process.
 
-An item is a sequence that can be sampled. It is known by its slot: the row of its
+An item is a sequence that can be sampled. It is identified by its slot, the row of its
 first step. Items are evicted in the order in which they were completed.
 
 Every method is called with the index lock held; see the module `buffer`.
@@ -19,9 +19,10 @@ from embodied.replay.chunks import Chunks, Schema, lazy_array
 from embodied.replay.selectors import Selector
 from embodied.replay.sizing import (
     INDEX_BYTES,
+    ReplayMemoryError,
     ReplaySettings,
     chunks_per_worker,
-    make_plan,
+    plan_sizes,
 )
 
 COUNTERS = (
@@ -36,9 +37,9 @@ COUNTERS = (
 )
 STATE = ("items", "steps", "chunks", "streams", "bytes", "online_queue")
 RELEASE_SECONDS = 600.0  # How long an insert waits for readers of evicted steps.
-ONLINE_LIMIT = 1024  # Sequences in the online queue.
+ONLINE_LIMIT = 1024  # Maximum number of sequences in the online queue.
 _EVICT_AT_ONCE = 32
-_SPARE_ITEMS = 1024  # New items are there for a moment before old ones go.
+_SPARE_ITEMS = 1024  # New items are added before old ones are evicted.
 
 
 class Counters:
@@ -80,7 +81,7 @@ class Counters:
         return {name: self._totals[name] for name in COUNTERS}
 
     def load(self, totals: Mapping[str, int]) -> None:
-        """Goes on from saved totals."""
+        """Continues from saved totals."""
         self._totals = collections.Counter({x: int(totals[x]) for x in COUNTERS})
         self._reported = self._totals.copy()
 
@@ -89,7 +90,7 @@ class Items:
     """The slots of all items, from the oldest to the newest, in a ring.
 
     Args:
-      expected: number of items for which there is room at once.
+      expected: number of items to make room for; the ring grows if there are more.
     """
 
     def __init__(self, expected: int):
@@ -122,12 +123,12 @@ class Items:
 
 
 class Streams:
-    """Where each worker's stream of steps stands, as arrays over workers."""
+    """The state of each worker's stream of steps, as arrays over streams."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}  # By worker.
-        self.chunk = np.zeros(0, np.int64)  # That is written to, or -1.
-        self.index = np.zeros(0, np.int64)  # Of the next step in it.
+        self.chunk = np.zeros(0, np.int64)  # Being written to, or -1.
+        self.index = np.zeros(0, np.int64)  # Index of the next step in it.
         self.count = np.zeros(0, np.int64)  # Steps so far.
         self.last = np.zeros(0, np.int64)  # Row of the last step, or -1.
         self.start_chunk = np.zeros(0, np.int64)  # Where the next item begins.
@@ -146,7 +147,7 @@ class Streams:
         return sum(worker not in self._numbers for worker in workers)
 
     def find(self, workers: list[int]) -> np.ndarray:
-        """Returns the numbers [n] of the workers' streams; begins those missing."""
+        """Returns the numbers [n] of the workers' streams; creates missing ones."""
         for worker in workers:
             self._numbers.setdefault(worker, len(self._numbers))
         if len(self.chunk) < len(self._numbers):
@@ -167,9 +168,9 @@ class Index:
       schema: of the steps.
       settings: of the buffer.
       selector: holds the slots of all items.
-      changed: condition over the index lock; told when a chunk is released.
-      counters: of inserts, evictions, sequences dropped from the online queue, and
-        priorities that were rejected.
+      changed: condition over the index lock; notified when a chunk is released.
+      counters: count inserts, evictions, sequences dropped from the online queue, and
+        rejected priorities.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class Index:
         changed: threading.Condition,
         counters: Counters,
     ):
-        plan = make_plan(settings, schema.step_bytes)
+        plan = plan_sizes(settings, schema.step_bytes)
         self.schema = schema
         self.capacity = plan.capacity
         self.length = settings.length
@@ -192,13 +193,14 @@ class Index:
         self.streams = Streams()
         self.files: dict[int, ChunkFiles] = {}  # What is on disk, by chunk number.
         self.counters = counters
-        self.updates = 0  # Numbers them, to know which latents are on disk.
+        self.updates = 0  # Number of the last; tells which latents are on disk.
         self.online_queue: collections.deque[tuple[int, int]] = collections.deque()
         self._online = settings.online
+        self._chunks_each = chunks_per_worker(self.length, plan.chunksize)
         self._changed = changed
 
     def state(self) -> dict[str, int]:
-        """Returns how much of what there is."""
+        """Returns the current sizes, by the names in `STATE`."""
         numbers = self.chunks.numbers()
         step_bytes = self.schema.step_bytes + INDEX_BYTES
         values = (
@@ -214,16 +216,16 @@ class Index:
     def reserve(self, streams: np.ndarray, firsts: np.ndarray | None) -> np.ndarray:
         """Returns the rows [n] for one more step of each of n different streams.
 
-        Evicts items, and waits for readers of evicted ones, where a new chunk is
-        needed and none is free.
+        If a new chunk is needed and none is free, evicts items, and waits for readers
+        of evicted ones.
 
         Args:
           streams: [n].
-          firsts: [n] bool, whether an episode begins; None where steps do not say.
+          firsts: [n] bool, whether an episode begins; None if steps lack `is_first`.
         """
         state, size = self.streams, self.chunks.size
         if firsts is not None and firsts.any():
-            # Not later: the chunk with the last step may be gone then.
+            # Now, since beginning a chunk may release the one with the last step.
             self.mark_abandoned(state.last[streams[firsts]])
         full = (state.chunk[streams] < 0) | (state.index[streams] == size)
         if full.any():
@@ -256,7 +258,7 @@ class Index:
             self.streams.cut[stream] = 1
 
     def mark_abandoned(self, rows: np.ndarray) -> None:
-        """Ends episodes at rows [n] unless they have ended; -1 is no row."""
+        """Marks episodes that end at rows [n] without `is_last`; skips rows of -1."""
         rows = rows[rows >= 0]
         ends = self.chunks.arrays.get("is_last")
         self.chunks.abandoned[rows] = True if ends is None else ~ends[rows].astype(bool)
@@ -274,7 +276,7 @@ class Index:
             self.release(number)
 
     def release(self, number: int) -> None:
-        """Releases a chunk and those behind it, as far as nobody needs them."""
+        """Releases a chunk and its followers, up to the first that is needed."""
         while number >= 0 and self.chunks.releasable(number):
             self.files.pop(number, None)
             number = self.chunks.release(number)
@@ -294,7 +296,7 @@ class Index:
         return np.concatenate([np.array(fresh, np.int64), drawn]) if fresh else drawn
 
     def pin(self, chunks: np.ndarray) -> None:
-        """Keeps chunks [n], and those behind them, from being used again."""
+        """Keeps chunks [n] and their followers from being released."""
         np.add.at(self.chunks.pins, chunks, 1)
 
     def unpin(self, chunks: np.ndarray) -> None:
@@ -304,10 +306,10 @@ class Index:
             self.release(int(number))
 
     def prioritize(self, rows: np.ndarray, priorities: np.ndarray) -> None:
-        """Sets priorities [n] of steps, and so of all items that hold one of them.
+        """Sets priorities [n] of steps, and so of all items that contain one of them.
 
-        A step whose new one is NaN, infinite or negative keeps what it had; these are
-        counted.
+        Priorities that are NaN, infinite or negative are rejected and counted; these
+        steps keep their previous ones.
         """
         steps = self.chunks.priorities
         if steps is None:
@@ -322,7 +324,7 @@ class Index:
         self.selector.prioritize(slots, steps[self.chunks.expand(slots, self.length)])
 
     def _items_around(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the slots [n] of items that hold one of the steps at sorted rows."""
+        """Returns the slots [n] of items that contain any step at the sorted rows."""
         chunks, size = self.chunks, self.chunks.size
         breaks = np.flatnonzero((np.diff(rows) > 1) | (np.diff(rows // size) > 0))
         firsts = rows[np.concatenate([[0], breaks + 1])]
@@ -339,11 +341,11 @@ class Index:
         return np.unique(np.concatenate(parts))
 
     def check_workers(self, workers: list[int]) -> None:
-        """Raises ValueError if there is no memory for so many streams."""
+        """Raises ReplayMemoryError if streams of all workers do not fit."""
         total = len(self.streams) + self.streams.missing(workers)
-        each = chunks_per_worker(self.length, self.chunks.size)
+        each = self._chunks_each
         if total * each >= self.chunks.amount:
-            raise ValueError(
+            raise ReplayMemoryError(
                 f"Replay has memory for {self.chunks.amount} chunks of "
                 f"{self.chunks.size} steps, and each of {total} workers needs {each} "
                 "of them for itself. Raise bytes, or lower chunksize, the length of "
@@ -353,7 +355,7 @@ class Index:
     def _begin_chunk(self, stream: int) -> None:
         state, chunks = self.streams, self.chunks
         while not chunks.free:
-            # What is being read comes free soon, so nothing else is given up for it.
+            # Chunks that wait for their readers come free soon, so evict no more.
             if len(self.items) and not chunks.any_blocked():
                 self.evict(min(_EVICT_AT_ONCE, 1 + len(self.items) // 16))
             elif not self._changed.wait(RELEASE_SECONDS):
@@ -380,7 +382,7 @@ class Index:
         slots = chunk * chunks.size + index
         chunks.born[chunk] += 1
         index += 1
-        # A chunk without a follower is still written to; it comes in _begin_chunk.
+        # A chunk without a follower is the stream's last; `_begin_chunk` moves later.
         moves = (index == chunks.size) & (chunks.following[chunk] >= 0)
         state.start_chunk[streams] = np.where(moves, chunks.following[chunk], chunk)
         state.start_index[streams] = np.where(moves, 0, index)

@@ -13,7 +13,7 @@ Two threads, each held back while it is ahead of the other:
       batch = replay.sample(batch_size)
       limiter.sample(batch_size)
 
-Or one thread, which is told how much to train after each collected step:
+Or one thread, which asks how much to train after each collected step:
 
     for _ in range(limiter.due(batch_size)):
       batch = replay.sample(batch_size)
@@ -38,23 +38,23 @@ class SamplesPerInsert:
     """Keeps samples in a fixed proportion to inserts.
 
     Training begins when `min_size` sequences are stored, or as many as the buffer can
-    hold. Both counts begin there: nothing is made up for the steps before. From then
+    hold. Both counts begin there: there is no catching up on earlier steps. From then
     on, with `ahead` = samples − ratio · inserts:
 
-    - A batch may be drawn while ahead ≤ 0; so the first one at once.
+    - A batch may be drawn while ahead ≤ 0, so the first one at once.
     - A group of n steps may be stored if ahead − ratio · n ≥ −tolerance, or if
-      ahead ≥ 0, for groups that the tolerance has no room for.
+      ahead ≥ 0, for groups that are larger than the tolerance allows.
 
-    From that follows, for batches of at most B samples and groups of at most n steps:
+    It follows, for batches of at most B samples and groups of at most n steps:
 
     - −max(tolerance, ratio · n) ≤ ahead ≤ B.
     - Nothing deadlocks: samples wait only while ahead > 0 or too little is stored,
       inserts only while ahead < 0 and there is something to sample.
-    - Whenever the sampling side waits, 0 < ahead ≤ B: the number of samples is the
-      exact one, to within one batch.
+    - Whenever the sampling side waits, 0 < ahead ≤ B: the number of samples is exact
+      to within one batch.
 
     The ratio is kept as a fraction and the counts as integers, so that nothing drifts.
-    A ratio of 0 or less means no limit: samples wait for the first sequences only.
+    A ratio of 0 or less means no limit: samples only wait for the first sequences.
 
     One thread inserts and one samples, or one does both; any thread may call the other
     methods. `_changed` guards all state.
@@ -62,7 +62,7 @@ class SamplesPerInsert:
     Args:
       samples_per_insert: sequences drawn per step stored.
       tolerance: samples by which inserts may run ahead, usually four batches.
-      min_size: stored sequences from which on samples may be drawn.
+      min_size: stored sequences that are needed before samples may be drawn.
     """
 
     def __init__(self, samples_per_insert: float, tolerance: float, min_size: int):
@@ -86,7 +86,7 @@ class SamplesPerInsert:
         self._inserts = 0
         self._samples = 0
         self._stored = 0  # Sequences that can be sampled.
-        self._begun = False  # Whether training has begun, and counts are real.
+        self._begun = False  # Whether training has begun, and the counts apply.
         self._fresh = False  # Whether there were inserts since the last sample.
         self._waiting = {"inserts": 0, "samples": 0}  # Threads, by side.
         self._closed = False
@@ -124,7 +124,7 @@ class SamplesPerInsert:
     def due(self, batch: int) -> int:
         """Returns how many batches to train on before the next steps are collected.
 
-        Without a limit this is one batch after steps, however many these were.
+        Without a limit this is one batch after new steps, however many there are.
 
         Args:
           batch: sequences in a batch.
@@ -138,16 +138,16 @@ class SamplesPerInsert:
             return math.floor(-self._ahead() / batch) + 1
 
     def available(self, stored: int, full: bool) -> None:
-        """Takes note of how many sequences are stored. Call it after every change.
+        """Records how many sequences are stored. Call it after every change.
 
         Args:
           stored: sequences that can be sampled.
-          full: whether the buffer holds no more, so that they are enough.
+          full: whether the buffer cannot hold more, so that these are enough.
         """
         with self._changed:
             self._stored = operator.index(stored)
             enough = self._stored >= self._min_size or (full and self._stored > 0)
-            # Counts that begin anew, as for another ratio, wait for a first step, too.
+            # Counts that were reset, as for another ratio, wait for a first step, too.
             if not self._begun and enough and self._inserts:
                 self._begun = True
                 self._inserts = 0
@@ -186,7 +186,7 @@ class SamplesPerInsert:
             }
 
     def load(self, data: Tree) -> None:
-        """Restores what `save` returned; if the ratio is another, counts anew.
+        """Restores what `save` returned; resets the counts if the ratio has changed.
 
         The number of stored sequences is not part of it: call `available` after the
         replay buffer was loaded.
@@ -195,7 +195,7 @@ class SamplesPerInsert:
         with self._changed:
             self._inserts = int(data["inserts"]) if same else 0
             self._samples = int(data["samples"]) if same else 0
-            # Older versions have not saved it, and have counted from the first step.
+            # Older versions did not save it, and counted from the first step.
             self._begun = same and bool(data.get("begun", self._samples > 0))
             self._fresh = False
             self._changed.notify_all()
@@ -203,7 +203,7 @@ class SamplesPerInsert:
     def set_samples(self, samples: int) -> None:
         """Corrects how many sequences were drawn.
 
-        Those that were drawn in vain, as for a learner that was killed, are drawn
+        Sequences that were drawn in vain, as for a learner that was killed, are drawn
         again.
         """
         with self._changed:
@@ -213,12 +213,12 @@ class SamplesPerInsert:
     def saved_samples(self, data: Tree) -> int:
         """Returns how many sequences were drawn when `save` returned `data`.
 
-        For another ratio, counts began anew.
+        Returns 0 if the ratio has changed, since `load` resets the counts then.
         """
         return int(data["samples"]) if self._is_same_ratio(data) else 0
 
     def close(self) -> None:
-        """Releases all waiting threads; from now on nothing is let through."""
+        """Ends all waits; these and all later ones return False."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -266,10 +266,10 @@ class SamplesPerInsert:
 
 
 def as_fraction(value: float) -> Fraction:
-    """Returns the simple fraction that the float was computed from, if there is one.
+    """Returns the simple fraction that a float was computed from, if there is one.
 
-    Such as 1/10, and not the float next to it: counts against it do not drift. Where
-    there is none, also for a value too small for one, it is the float's own.
+    For 0.1 this is 1/10, not the exact value of the float, so that counts against it do
+    not drift. Without a simple fraction, as for very small values, it is that value.
     """
     value = float(value)
     simple = Fraction(value).limit_denominator(1_000_000)

@@ -1,10 +1,11 @@
-"""Reads saved chunks back into memory. Replay's process; nobody else has the index yet.
+"""Reads saved chunks back into memory. Replay's process.
 
-Chunks of the buffer's own directory are adopted: they keep their id, their files and,
-if possible, their number. What comes from another directory, was cut into chunks of
-another size, or lies behind a gap is imported: copied into new chunks, which the next
-save writes. Every stream ends where it was saved. Damaged files are left out with a
-warning, and leave gaps.
+`restore` fills an index that no other thread can access yet.
+
+Chunks of the buffer's own directory are adopted: they keep their id and their files.
+Steps from another directory, from chunks of another size, or behind a gap are imported:
+they are copied into new chunks, which the next save writes. Every stream ends where it
+was saved. Damaged files are skipped with a warning, and leave gaps.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from embodied.replay.sizing import chunks_per_worker
 logger = logging.getLogger("embodied.replay")
 
 _THREADS = 4
-_AHEAD = 8  # Chunks that are read before they are asked for.
+_AHEAD = 8  # Chunks that are read ahead of their use.
 _REPORT_SECONDS = 10.0
 _PRIORITIZE_AT_ONCE = 4096
 
 
 class Run(NamedTuple):
-    """Steps of a chunk without gaps."""
+    """Consecutive steps of a chunk."""
 
     start: int
     stop: int
@@ -56,20 +57,16 @@ def restore(
     own: bool,
     amount: int | None,
     progress: Callable[[int, int], None] | None,
-) -> tuple[np.ndarray, bool]:
-    """Reads what was found into an empty index.
+) -> np.ndarray:
+    """Reads saved chunks into an empty index; returns the items, the oldest first.
 
     Args:
-      index: to fill. Its selector is left alone.
+      index: to fill. Its selector is not changed.
       folder: where the files are.
       found: what to read.
       own: whether the folder is the one that the buffer saves to.
       amount: number of the newest steps to keep; None for all that fit.
-      progress: called with the chunks done and their number.
-
-    Returns:
-      The slots of all items, the oldest first, and whether they are the same as when
-      they were saved.
+      progress: called with the number of chunks done and of all chunks.
     """
     adopt = own and found.chunksize == index.chunks.size
     chunks = _newest(index, found, adopt, amount)
@@ -84,13 +81,11 @@ def restore(
         elif time.monotonic() > report:
             report = time.monotonic() + _REPORT_SECONDS
             logger.info("Loading replay: %d of %d chunks.", done, len(chunks))
-    slots = restorer.finish(amount)
-    same = restorer.same and len(chunks) == len(found.chunks)
-    return slots, same and len(slots) == found.items
+    return restorer.finish(amount)
 
 
 def fill_selector(index: Index, slots: np.ndarray) -> None:
-    """Makes slots [n] items, and hands them and their priorities to the selector.
+    """Turns slots [n] into items, and adds them and their priorities to the selector.
 
     Chunks without items are released. The index lock is held.
     """
@@ -118,28 +113,26 @@ class Restorer:
     """
 
     def __init__(self, index: Index, adopt: bool, chunksize: int):
-        self.same = adopt  # Whether all is as it was when saved.
         self._index = index
         self._chunks = index.chunks
         self._adopt = adopt
         self._chunksize = chunksize
         self._ages: dict[int, np.ndarray] = {}  # By chunk number: [filled] float64.
-        # By id of a saved chunk that was placed to its end: where that end is now.
+        # By id of each saved chunk that was placed completely: where its end is now.
         self._ends: dict[bytes, int] = {}
 
     def place(self, chunk: SavedChunk, runs: list[Run]) -> None:
         """Copies the steps of a chunk into memory."""
-        self.same &= [(x.start, x.stop) for x in runs] == [(0, len(chunk.ages))]
         for run in runs:
             before = self._ends.get(chunk.previous, -1) if run.start == 0 else -1
             whole = run.stop == self._chunksize
-            if self._adopt and run.start == 0:
+            if self._adopt and run.start == 0 and self._chunks.free:
                 end = self._place_as_it_was(chunk, run, before)
             else:
                 end = self._place_anew(chunk, run, before)
                 # Only a full chunk can have a follower that keeps its identity.
                 whole &= not self._adopt
-            if whole:
+            if whole and end >= 0:
                 self._ends[chunk.identity] = end
 
     def finish(self, amount: int | None) -> np.ndarray:
@@ -161,27 +154,24 @@ class Restorer:
 
     def _place_as_it_was(self, chunk: SavedChunk, run: Run, before: int) -> int:
         chunks = self._chunks
-        number = chunks.allocate(before, chunk.identity, chunk.number)
-        self.same &= number == chunk.number
+        number = chunks.allocate(before, chunk.identity)
         self._write(number, run, 0, run.stop, chunk)
         chunks.dead[number] = min(chunk.evicted, run.stop)
-        latents = [file for file in chunk.files if file.kind == LATENTS]
-        read = [file for file in run.files if file.kind == LATENTS]
         self._index.files[number] = ChunkFiles(
-            [file for file in run.files if file.kind == STEPS], read
+            [file for file in run.files if file.kind == STEPS],
+            [file for file in run.files if file.kind == LATENTS],
         )
-        if latents and not read:
-            self.same = False
         return number
 
     def _place_anew(self, chunk: SavedChunk, run: Run, before: int) -> int:
-        self.same = False
         chunks = self._chunks
         start, number = max(0, chunk.evicted - run.start), before
         while start < run.stop - run.start:
             if number < 0 or chunks.filled[number] == chunks.size:
                 if not chunks.free:
-                    logger.warning("No room for the rest of a chunk that has gaps.")
+                    logger.warning(
+                        "The replay is full: the rest of a chunk with gaps is dropped."
+                    )
                     return -1
                 number = chunks.allocate(number)
             room = chunks.size - int(chunks.filled[number])
@@ -199,10 +189,14 @@ class Restorer:
         rows = chunks.rows(number, filled, filled + stop - start)
         for key, array in chunks.arrays.items():
             array[rows] = run.arrays[key][start:stop]
-        if chunks.priorities is not None and PRIORITIES in run.arrays:
-            chunks.priorities[rows] = run.arrays[PRIORITIES][start:stop]
+        if chunks.priorities is not None:
+            if chunk.priorities is not None:
+                part = chunk.priorities[run.start + start : run.start + stop]
+                chunks.priorities[rows] = part
+            elif PRIORITIES in run.arrays:
+                chunks.priorities[rows] = run.arrays[PRIORITIES][start:stop]
         chunks.filled[number] += stop - start
-        # At least: later chunks of a stream must have larger numbers.
+        # A lower bound is enough: later chunks of a stream must have larger numbers.
         if not filled:
             chunks.first_insert[number] = chunk.first + run.start + start
         ends = run.start + stop == len(chunk.ages)
@@ -212,7 +206,7 @@ class Restorer:
         self._ages[number] = np.concatenate([self._ages.get(number, ages[:0]), ages])
 
     def _forget_older(self, amount: int) -> None:
-        """Lets only the newest steps begin a sequence."""
+        """Lets only the newest `amount` steps begin a sequence."""
         chunks = self._chunks
         numbers = np.array(list(self._ages), np.int64)
         alive = [int(chunks.dead[number]) for number in numbers]
@@ -222,10 +216,9 @@ class Restorer:
         if surplus > 0:
             order = np.argsort(np.concatenate(ages), kind="stable")
             np.add.at(chunks.dead, owners[order[:surplus]], 1)
-            self.same = False
 
     def _finish_stream(self, number: int) -> None:
-        """Counts the items in a chunk and those behind it, and ends the stream."""
+        """Counts the items in a chunk and its followers, and ends the stream."""
         chunks = self._chunks
         stream = []
         while number >= 0:
@@ -257,7 +250,7 @@ class Restorer:
 def _newest(
     index: Index, found: SavedChunks, adopt: bool, amount: int | None
 ) -> list[SavedChunk]:
-    """Returns the chunks to read: as many as are wanted and fit, the newest ones."""
+    """Returns the newest chunks, as many as are wanted and fit, the oldest first."""
     size, length = index.chunks.size, index.length
     wanted = index.capacity + (length - 1) * len(found.chunks)
     if amount is not None:
@@ -298,7 +291,7 @@ def read_chunks(
 
 def _read_chunk(folder: ChunkFolder, chunk: SavedChunk, schema: Schema) -> list[Run]:
     groups: list[list[Run]] = []
-    # Of files that overlap, the longest counts.
+    # Of overlapping files the first is used, and of those with one start the longest.
     for file in sorted(chunk.files, key=lambda x: (x.start, -x.stop)):
         end = groups[-1][-1].stop if groups else -1
         if file.kind == STEPS and file.start >= end:
@@ -317,7 +310,7 @@ def _read_chunk(folder: ChunkFolder, chunk: SavedChunk, schema: Schema) -> list[
 
 
 def _read_file(folder: ChunkFolder, file: ChunkFile, schema: Schema) -> Run | None:
-    """Returns the contents of a file, or None with a warning."""
+    """Returns the contents of a file; warns and returns None if it is damaged."""
     keys = list(schema.fields) if file.kind == STEPS else schema.latents
     try:
         found, file = folder.read(file, schema.saved_bytes)
@@ -328,7 +321,7 @@ def _read_file(folder: ChunkFolder, file: ChunkFile, schema: Schema) -> Run | No
             if found[key].dtype != field.stored_dtype:
                 raise CheckpointError(f"{file.name} has {key} as {found[key].dtype}.")
     except CheckpointError as error:
-        logger.warning("Leaving out a file of replay: %s", error)
+        logger.warning("Skipping a damaged file of the replay: %s", error)
         return None
     if PRIORITIES in found and PRIORITIES not in keys:
         keys = [*keys, PRIORITIES]
@@ -351,7 +344,7 @@ def _refreshed(run: Run, latents: Run) -> Run:
         return run
     arrays = dict(run.arrays)
     for key in latents.arrays.keys() & arrays.keys():
-        arrays[key] = arrays[key].copy()  # What was read may not be writable.
+        arrays[key] = arrays[key].copy()  # Arrays from files may be read-only.
         fresh = latents.arrays[key][start - latents.start : stop - latents.start]
         arrays[key][start - run.start : stop - run.start] = fresh
     return run._replace(arrays=arrays, files=run.files + latents.files)

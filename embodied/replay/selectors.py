@@ -1,15 +1,17 @@
 """Selectors: which items of a replay buffer are drawn next. The buffer's process.
 
-A selector deals in slots (small integers that the buffer uses again after eviction),
-many at a time:
+A selector works on arrays of slots, small integers that the buffer reuses after
+eviction:
 
     selector.insert(slots)                    # New items.
     slots = selector.sample(16)               # With `peek`: nothing changes.
-    selector.prioritize(slots, priorities)    # What training found out about them.
+    selector.prioritize(slots, priorities)    # Results of training on them.
     selector.remove(slots)                    # Evicted items.
 
 Calls must not overlap: the buffer makes them under its lock. All state is in NumPy
-arrays. An operation on k slots of n takes O(k log n) on average, or less.
+arrays. An operation on k slots of n takes O(k log n) on average, or less. Selectors are
+not saved: a buffer that is loaded inserts its items, the oldest first, and sets the
+priorities that it has saved.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from embodied.base import Tree
 from embodied.replay.slots import InsertionOrder, SlotSet, SumTree, as_slots
 
 __all__ = ["Fifo", "Mixture", "Prioritized", "Recency", "Selector", "Uniform"]
@@ -30,7 +31,7 @@ _LARGEST = 1e290  # Sums of weights of this size are still finite.
 
 
 class Selector:
-    """Draws slots. An empty selector is true: it is still the one that was given.
+    """Draws slots. Always truthy, so that an empty one is not taken for a missing one.
 
     `uses_priorities` says whether the buffer has to keep priorities of steps and to
     call `prioritize`.
@@ -49,27 +50,22 @@ class Selector:
     def sample(self, amount: int, peek: bool = False) -> np.ndarray:
         """Draws slots [amount] int64, or raises LookupError if there are none.
 
-        With `peek`, for reports, nothing changes that a call without it could see:
-        neither priorities nor cursors, nor the random state it draws from.
+        With `peek`, for reports, a call does not affect later calls without it: their
+        priorities, cursors and random state stay the same.
         """
         raise NotImplementedError(f"{type(self).__name__}.sample")
 
     def prioritize(self, slots: np.ndarray, priorities: np.ndarray) -> None:
         """Sets priorities [n], or [n, T] for the T steps of each slot's sequence."""
 
+    def reseed(self, position: int) -> None:
+        """Begins other random numbers for each position, such as the samples so far."""
+
     def __len__(self) -> int:
         raise NotImplementedError(f"{type(self).__name__}.__len__")
 
     def __bool__(self) -> bool:
         return True
-
-    def save(self) -> Tree:
-        """Returns the slots and all other state, the random state included."""
-        raise NotImplementedError(f"{type(self).__name__}.save")
-
-    def load(self, data: Tree) -> None:
-        """Restores what `save` returned: the same samples follow."""
-        raise NotImplementedError(f"{type(self).__name__}.load")
 
     def _check_amount(self, amount: int) -> None:
         if operator.index(amount) < 0:
@@ -80,48 +76,33 @@ class Selector:
                 "is empty. Wait until the replay buffer holds a full sequence."
             )
 
-    def _saved(self, **entries: Tree) -> Tree:
-        return {"kind": type(self).__name__, **entries}
-
-    def _check_saved(self, data: Tree, *keys: str) -> None:
-        kind = type(self).__name__
-        found = data.get("kind") if isinstance(data, Mapping) else type(data).__name__
-        if found != kind or not all(key in data for key in keys):
-            raise ValueError(
-                f"Expected the saved state of a {kind} selector with {list(keys)}, "
-                f"got one of {found}. Use the selectors that the run was started with."
-            )
-
 
 class SeededSelector(Selector):
     """A selector with random states: one for samples, one for peeks."""
 
     def __init__(self, seed: int):
-        # The name is part of the seed because a Mixture and its members may have
-        # equal ones: from the same numbers, which member is chosen would decide
-        # which of its slots is drawn.
-        name = type(self).__name__.encode()
+        self._seed = operator.index(seed)
+        SeededSelector.reseed(self, 0)  # A Mixture has no members yet.
+
+    def reseed(self, position: int) -> None:
+        """Begins other random numbers for each position."""
+        # The name is part of the seed because a Mixture and its members may have the
+        # same seed. With the same random numbers, the choice of a member would
+        # determine which of its slots is drawn.
+        words = (*type(self).__name__.encode(), *([position] if position else []))
         self._rngs = [
-            np.random.default_rng([operator.index(seed), purpose, *name])
-            for purpose in (0, 1)
+            np.random.default_rng([self._seed, purpose, *words]) for purpose in (0, 1)
         ]
 
     def _rng(self, peek: bool) -> np.random.Generator:
         return self._rngs[1 if peek else 0]
 
-    def _save_random(self) -> Tree:
-        return [dict(rng.bit_generator.state) for rng in self._rngs]
-
-    def _load_random(self, states: Tree) -> None:
-        for rng, state in zip(self._rngs, states, strict=True):
-            rng.bit_generator.state = state
-
 
 class Fifo(Selector):
-    """Draws each slot once, from the oldest to the newest, then begins anew.
+    """Draws each slot once, from the oldest to the newest, then starts over.
 
-    Drawing does not remove. A cursor goes on from the slot drawn last; a slot that is
-    inserted after the cursor has passed all others comes next.
+    Drawing does not remove slots. A cursor continues after the slot drawn last; a slot
+    that is inserted after the cursor has passed all others comes next.
     """
 
     def __init__(self) -> None:
@@ -152,20 +133,9 @@ class Fifo(Selector):
             self._cursor = int(ranks[-1]) + 1
         return self._order.at(ranks)
 
-    def save(self) -> Tree:
-        """Returns the slots in their order and the cursor."""
-        return self._saved(slots=self._order.slots(), cursor=self._cursor)
-
-    def load(self, data: Tree) -> None:
-        """Restores the slots, their order and the cursor."""
-        self._check_saved(data, "slots", "cursor")
-        order = InsertionOrder()
-        order.insert(as_slots(data["slots"]))
-        self._order, self._cursor = order, int(data["cursor"])
-
 
 class _SlotsSelector(SeededSelector):
-    """A selector whose state is the slots that it holds, and the random states."""
+    """A selector whose state is the slots that it holds."""
 
     def __init__(self, slots: SlotSet | InsertionOrder, seed: int):
         super().__init__(seed)
@@ -181,18 +151,6 @@ class _SlotsSelector(SeededSelector):
     def remove(self, slots: np.ndarray) -> None:
         """Removes slots [n]."""
         self._slots.remove(as_slots(slots))
-
-    def save(self) -> Tree:
-        """Returns the slots in their order and the random state."""
-        return self._saved(slots=self._slots.slots(), random=self._save_random())
-
-    def load(self, data: Tree) -> None:
-        """Restores the slots, their order and the random state."""
-        self._check_saved(data, "slots", "random")
-        slots = type(self._slots)()
-        slots.insert(as_slots(data["slots"]))
-        self._load_random(data["random"])
-        self._slots = slots
 
 
 class Uniform(_SlotsSelector):
@@ -214,8 +172,8 @@ class Uniform(_SlotsSelector):
 class Recency(_SlotsSelector):
     """Draws slots by their age, the number of slots inserted since, with replacement.
 
-    The probabilities are cut off at the number of slots present. Slots older than the
-    last given age are not drawn. While all ages that are present have probability
+    The probabilities are truncated to the number of slots present. Slots older than
+    the last given age are not drawn. While all ages that are present have probability
     zero, all slots are drawn equally.
 
     Args:
@@ -259,14 +217,15 @@ class Prioritized(SeededSelector):
       of its steps. Steps without one (not trained yet: NaN or infinite) do not count.
     - While slots have an infinite priority, only these are drawn, all equally.
     - With `zero_on_sample` a slot has priority zero from when it is drawn until
-      `prioritize` gives it another, within one call of `sample` too: there, no slot
-      comes twice as long as another has a priority. Without it, and when peeking, a
-      call draws with replacement.
+      `prioritize` sets another one. This holds within one call of `sample`, too: no
+      slot is drawn twice while another one has a positive priority. Without it, and
+      when peeking, a call draws with replacement.
     - While all priorities are zero, all slots are drawn equally, with replacement.
-    - A priority that is NaN, infinite or negative must not end a training run: the
-      slot keeps the one it had. The buffer counts those of single steps.
+    - A priority that is NaN, infinite or negative must not end a training run: it is
+      rejected, and the slot keeps its previous one. The buffer counts rejected
+      priorities of single steps.
 
-    About 25 bytes per slot.
+    Takes about 25 bytes per slot.
 
     Args:
       exponent: 0 draws all slots of positive priority equally.
@@ -303,7 +262,7 @@ class Prioritized(SeededSelector):
         self._maxfrac = maxfrac
         self._branching = branching
         self._present = SlotSet()
-        self._unseen = SlotSet()  # Those present whose priority is infinite.
+        self._unseen = SlotSet()  # Present ones whose priority is infinite.
         self._weights = SumTree(branching)  # By slot; zero for unseen and absent ones.
 
     def __len__(self) -> int:
@@ -352,8 +311,8 @@ class Prioritized(SeededSelector):
         rng = self._rng(peek)
         if peek or not self._zero_on_sample:
             return self._draw(amount, rng)
-        # To draw with replacement and to leave out repetitions has the same
-        # distribution as to draw one by one and to set each to zero.
+        # Drawing with replacement and dropping repetitions has the same distribution
+        # as drawing one by one and setting each to zero.
         parts = []
         while amount and (len(self._unseen) or self._weights.total > 0):
             drawn = self._draw(amount, rng)
@@ -362,28 +321,6 @@ class Prioritized(SeededSelector):
             parts.append(drawn)
             amount -= len(drawn)
         return np.concatenate([*parts, self._draw(amount, rng)])
-
-    def save(self) -> Tree:
-        """Returns the slots with their weights, and the random state."""
-        present = self._present.slots()
-        return self._saved(
-            slots=present,
-            unseen=self._unseen.slots(),
-            weights=self._weights[present],
-            random=self._save_random(),
-        )
-
-    def load(self, data: Tree) -> None:
-        """Restores the slots, their weights and the random state."""
-        self._check_saved(data, "slots", "unseen", "weights", "random")
-        slots = as_slots(data["slots"])
-        present, unseen, weights = SlotSet(), SlotSet(), SumTree(self._branching)
-        present.insert(slots)
-        unseen.insert(as_slots(data["unseen"]))
-        weights.reserve(int(slots.max(initial=-1)) + 1)
-        weights.update(slots, data["weights"])
-        self._load_random(data["random"])
-        self._present, self._unseen, self._weights = present, unseen, weights
 
     def _draw(self, amount: int, rng: np.random.Generator) -> np.ndarray:
         if len(self._unseen):
@@ -418,7 +355,7 @@ class Mixture(SeededSelector):
     Every member holds all slots and gets all priorities.
 
     Args:
-      selectors: by name. They hold the same slots, usually none.
+      selectors: by name. They must hold the same slots, usually none yet.
       fractions: by the same names, how often each is chosen. They need not sum to
         one. A member of fraction 0 is left out, and costs nothing.
       seed: of the random state that chooses; the members have their own.
@@ -463,8 +400,14 @@ class Mixture(SeededSelector):
         for member in self._members.values():
             member.remove(slots)
 
+    def reseed(self, position: int) -> None:
+        """Begins other random numbers, for the choice and in all members."""
+        super().reseed(position)
+        for member in self._members.values():
+            member.reseed(position)
+
     def prioritize(self, slots: np.ndarray, priorities: np.ndarray) -> None:
-        """Hands priorities to all members."""
+        """Passes priorities on to all members."""
         for member in self._members.values():
             member.prioritize(slots, priorities)
 
@@ -477,21 +420,3 @@ class Mixture(SeededSelector):
             chosen = choice == index
             slots[chosen] = self._members[name].sample(int(chosen.sum()), peek)
         return slots
-
-    def save(self) -> Tree:
-        """Returns the members' states and the random state."""
-        members = {name: member.save() for name, member in self._members.items()}
-        return self._saved(members=members, random=self._save_random())
-
-    def load(self, data: Tree) -> None:
-        """Restores the members and the random state."""
-        self._check_saved(data, "members", "random")
-        if set(data["members"]) != set(self._names):
-            raise ValueError(
-                f"Expected the saved state of a Mixture of {self._names}, got one of "
-                f"{sorted(data['members'])}. Use the fractions that the run was "
-                "started with."
-            )
-        for name, member in self._members.items():
-            member.load(data["members"][name])
-        self._load_random(data["random"])

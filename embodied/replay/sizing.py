@@ -1,7 +1,7 @@
-"""How large a buffer is: its settings, and the memory that is left. Replay's process.
+"""Sizes a buffer by its settings and the available memory. Replay's process.
 
-Containers, Slurm and systemd limit memory by control groups. A process is in one of
-them, and the limits of all groups above that one hold as well.
+Containers, Slurm and systemd limit memory by control groups. A process belongs to one
+group, and the limits of all groups above it apply as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("embodied.replay")
 AUTO_SHARE = 0.4
 INDEX_BYTES = 40  # Per step, of the buffer's and the selector's own arrays.
 _MIN_CHUNKS = 32  # Small buffers get small chunks, so that few steps lie unused.
-_SPARE_CHUNKS = 4096  # For many workers; not touched, and so not there, without them.
+_SPARE_CHUNKS = 4096  # For many workers; takes no memory until it is used.
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -38,14 +38,14 @@ class ReplayMemoryError(MemoryError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ReplaySettings:
-    """Arguments of `Replay`, checked; see there.
+    """Checked arguments of `Replay`; see there.
 
     Args:
       name: for messages.
       length: steps in a sequence.
       capacity: items wanted; None for as many as fit.
       bytes: memory to use, or 'auto' for a share of what is available.
-      chunksize: steps in a chunk at most.
+      chunksize: maximum steps in a chunk.
       context: steps at the start of a sequence whose latents are sampled.
       online: whether there is an online queue.
     """
@@ -86,7 +86,7 @@ class BufferSizes:
     """The sizes of a buffer.
 
     Args:
-      capacity: items, that is starts of sequences.
+      capacity: number of items, which are starts of sequences.
       chunksize: steps in a chunk.
       chunks: number of chunks that fit.
     """
@@ -96,12 +96,12 @@ class BufferSizes:
     chunks: int
 
 
-def make_plan(settings: ReplaySettings, step_bytes: int) -> BufferSizes:
-    """Decides how large a buffer becomes, once the bytes of a step are known.
+def plan_sizes(settings: ReplaySettings, step_bytes: int) -> BufferSizes:
+    """Decides the sizes of a buffer, once the bytes of a step are known.
 
     Raises:
-      ReplayMemoryError: an explicit limit does not hold the capacity, or no limit
-        holds one sequence.
+      ReplayMemoryError: an explicit limit is too small for the capacity, or the memory
+        is too small for one sequence.
     """
     name, length, limit = settings.name, settings.length, settings.bytes
     step_bytes += INDEX_BYTES
@@ -110,7 +110,7 @@ def make_plan(settings: ReplaySettings, step_bytes: int) -> BufferSizes:
     capacity = wanted = None if settings.capacity is None else int(settings.capacity)
     if capacity is not None and fits < capacity:
         problem = (
-            f"Replay '{name}' is to hold {capacity} steps of {step_bytes} bytes, "
+            f"Replay '{name}' should hold {capacity} steps of {step_bytes} bytes, "
             f"{capacity * step_bytes / 1e9:.3g} GB, but "
         )
         if limit != "auto":
@@ -127,7 +127,7 @@ def make_plan(settings: ReplaySettings, step_bytes: int) -> BufferSizes:
             fits,
         )
         capacity = fits
-    # What is available changes from run to run, the size of chunks should not.
+    # The available memory changes from run to run, the size of chunks should not.
     stable = wanted if limit == "auto" else (wanted or fits)
     size = settings.chunksize
     if stable is not None:
@@ -146,12 +146,12 @@ def make_plan(settings: ReplaySettings, step_bytes: int) -> BufferSizes:
 
 
 def chunks_per_worker(length: int, size: int) -> int:
-    """Returns the chunks that a worker's unfinished sequences may lie in."""
+    """Returns how many chunks a worker's unfinished sequences may span."""
     return 1 + -(-(length - 1) // size)
 
 
 def available_bytes() -> int:
-    """Returns the memory that can be used, also inside a container or a job."""
+    """Returns the available memory, within the limits of a container or job."""
     return int(min(psutil.virtual_memory().available, cgroup_bytes_left()))
 
 
@@ -159,8 +159,8 @@ def cgroup_bytes_left(membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> 
     """Returns the bytes until the first limit is reached; infinite without a limit.
 
     Args:
-      membership: lists the groups of the process.
-      root: folder of all groups; version 1 has one in it for each kind of resource.
+      membership: file that lists the groups of the process.
+      root: folder of all groups; version 1 has a subfolder for each kind of resource.
     """
     return min(
         (
@@ -173,8 +173,8 @@ def cgroup_bytes_left(membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> 
 
 def _groups(membership: Path, root: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
     """Yields the folders of groups that may limit memory, with their file names."""
-    # The roots always: inside a container they are the container's own groups, also
-    # where the list has names from outside, which have no folder here.
+    # Always the roots: inside a container they are the container's own groups, even if
+    # the list names groups as seen from outside, which have no folder here.
     yield root, _FILES
     yield root / "memory", _FILES_V1
     for controllers, path in _memberships(membership):
@@ -188,15 +188,15 @@ def _memberships(membership: Path) -> list[tuple[str, str]]:
     """Returns controllers and path of each line 'number:controllers:path'."""
     try:
         lines = membership.read_text().splitlines()
-    except OSError:  # There are none on other systems than Linux.
+    except OSError:  # Only Linux has control groups.
         return []
     fields = [line.split(":", 2) for line in lines]
     return [(field[1], field[2]) for field in fields if len(field) == 3]
 
 
 def _with_parents(root: Path, path: str) -> list[Path]:
-    # With '..' it is a group beside the container's own, whose limits are not ours to
-    # see.
+    # A path with '..' is a group beside the container's own, whose limits cannot be
+    # read from inside.
     parts = PurePosixPath(path.lstrip("/")).parts
     if ".." in parts:
         return []

@@ -1,8 +1,8 @@
-"""Sets, orders and sums over slots, in arrays; selectors are made of them. Any process.
+"""Sets, orders and sums over slots, which selectors are built from. Any process.
 
-A slot is a small integer that stands for an item of the replay buffer and is used
-again after the item is gone. Nothing here holds a Python object per slot. Arrays grow
-by doubling and are not given back. Nothing here locks: whoever owns a structure does.
+A slot is a small integer that stands for an item of the replay buffer and is reused
+after the item is gone. All state is in arrays, without a Python object per slot. Arrays
+grow by doubling and never shrink. Nothing here locks; the owner of a structure does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 MAX_SLOT = np.iinfo(np.int32).max - 1  # Slots and positions are stored as int32.
-_SMALLEST = 64  # Length of an array before it first grows.
+_SMALLEST = 64  # Initial length of arrays.
 
 
 def as_slots(slots: Any) -> np.ndarray:
@@ -90,8 +90,8 @@ class Positions:
 class SlotSet:
     """A set whose members can be drawn by index; O(1) and 8 bytes per slot.
 
-    Members lie side by side in an array. Where one is removed, the last one takes its
-    place, so the order is arbitrary, but it is the same after the same calls.
+    Members lie side by side in an array. When one is removed, the last one takes its
+    place, so the order is arbitrary, but the same after the same calls.
     """
 
     def __init__(self) -> None:
@@ -113,10 +113,6 @@ class SlotSet:
     def at(self, indices: np.ndarray) -> np.ndarray:
         """Returns the members [n] int64 at indices below the length."""
         return self._slots[indices].astype(np.int64)
-
-    def slots(self) -> np.ndarray:
-        """Returns all members in their order, as int32."""
-        return self._slots[: self._length].copy()
 
     def insert(self, slots: np.ndarray) -> None:
         """Adds slots that must not be members."""
@@ -144,13 +140,13 @@ class SlotSet:
 
 
 class SumTree:
-    """A vector of numbers, not negative, that is searched by its running sum.
+    """A vector of non-negative numbers that is searched by its running sum.
 
     Each level holds the sums of `branching` neighbours in the level below; level 0
-    holds the numbers. Reading and writing k numbers costs k · branching · levels.
+    holds the numbers. Finding or writing k numbers costs k · branching · levels.
 
-    Sums are computed from all their terms, one after the other, whenever a term
-    changes. So they do not drift, and depend on nothing but the numbers.
+    Whenever a term changes, its sums are recomputed from all their terms, in order. So
+    they do not drift, and depend on nothing but the numbers.
 
     Args:
       branching: fan-out of the tree.
@@ -195,8 +191,9 @@ class SumTree:
     def find(self, targets: np.ndarray) -> np.ndarray:
         """Returns for each target the first index whose running sum is above it.
 
-        That number is never zero. Targets lie in [0, total), and total must not be
-        zero; a target that rounding has lifted to the total finds the last number.
+        The number at that index is never zero. Targets lie in [0, total), and total
+        must not be zero; a target that rounding has raised to the total finds the last
+        number that is not zero.
         """
         nodes = np.zeros(len(targets), np.int64)
         rows = np.arange(len(targets))
@@ -212,7 +209,7 @@ class SumTree:
         return nodes
 
     def before(self, indices: np.ndarray) -> np.ndarray:
-        """Returns [n]: for each index, the sum of the numbers in front of it."""
+        """Returns [n]: for each index, the sum of the numbers before it."""
         total = np.zeros(len(indices), self._sum_dtype)
         for level in self._levels:
             groups, child = np.divmod(indices, self._branching)
@@ -246,7 +243,7 @@ class InsertionOrder:
     A new slot goes to the end of an array, a removed one leaves a gap there. A tree
     of counts skips the gaps, so any slot is removed and any rank found in O(log n).
     When the array is full its gaps are closed, and if fewer than a quarter were gaps
-    it also grows: O(1) per insert on average.
+    it also grows, which costs O(1) per insert on average.
     """
 
     def __init__(self) -> None:
@@ -266,11 +263,6 @@ class InsertionOrder:
         """Returns the ranks [n] of slots that must be present."""
         return self._counts.before(self._positions.find(slots))
 
-    def slots(self) -> np.ndarray:
-        """Returns all slots from the oldest to the newest, as int32."""
-        present = self._counts[: self._end] > 0
-        return self._slots[: self._end][present]
-
     def insert(self, slots: np.ndarray) -> None:
         """Adds slots that must be absent, the oldest first."""
         if self._end + len(slots) > len(self._slots):
@@ -286,7 +278,7 @@ class InsertionOrder:
         self._counts.update(self._positions.pop(slots), 0)
 
     def _close_gaps(self, extra: int) -> None:
-        slots = self.slots()
+        slots = self._slots[: self._end][self._counts[: self._end] > 0]
         needed = -(-(len(slots) + extra) * 4 // 3)
         self._slots = np.zeros(_doubled(len(self._slots), needed), np.int32)
         self._slots[: len(slots)] = slots

@@ -1,10 +1,10 @@
-"""Saves a buffer: decides what belongs to it, writes what is new. Replay's process.
+"""Saves a buffer: decides what a save contains, writes what is new. Replay's process.
 
-    with writer.cut(index, counters, context) as cut:   # At once, with all locks held.
-      saved = cut.write()                               # May take minutes.
+    with writer.cut(index, counters, context, held) as cut:   # Takes the index lock.
+      saved = cut.write()                                     # May take minutes.
 
 Which steps belong to a save is decided under the index lock; then they are written,
-from pinned memory, while inserts and samples go on. Latents are copied under their
+from pinned memory, while inserts and samples continue. Latents are copied under their
 lock, chunk by chunk, and may be newer than the steps.
 """
 
@@ -39,14 +39,14 @@ _THREADS = 4  # They compress, hash and wait for the disk.
 
 
 class ReplayWriter:
-    """Writes a buffer's chunks. The saving lock guards its own state.
+    """Writes a buffer's chunks. The saving lock guards its state.
 
     Args:
       folder: where to write; None if steps are not saved.
       saving: the saving lock.
       changed: the index lock.
       latents: the latents' lock.
-      latent_save_bytes: of refreshed latents that one save writes at most.
+      latent_save_bytes: maximum bytes of refreshed latents that one save writes.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ReplayWriter:
         self.latents = latents
         self.latent_save_bytes = latent_save_bytes
         self.number = 0  # Of the last save.
-        self.unlisted: set[ChunkFile] = set()  # Written by saves that have failed.
+        self.unlisted: set[ChunkFile] = set()  # Written, but listed by no save yet.
 
     def cut(
         self,
@@ -75,10 +75,10 @@ class ReplayWriter:
         """Decides what belongs to a save. The saving lock is held.
 
         Args:
-          index: of the buffer, if there are steps.
+          index: of the buffer; None if it has no steps yet.
           counters: of the buffer.
           context: of the buffer.
-          held: the locks, which the cut takes over to release when it is closed.
+          held: the locks. The cut takes them over, and releases them when it is closed.
         """
         self.number += 1
         with self.changed:
@@ -95,7 +95,7 @@ class ReplayWriter:
         return ReplayCut(self, index, state, chunks, held.pop_all())
 
     def clean(self, listed: Collection[str], root: str | os.PathLike[str]) -> None:
-        """Removes the files that are not among `listed`, relative to `root`."""
+        """Removes the files whose paths relative to `root` are not in `listed`."""
         if self.folder is None:
             return
         files = self.folder.scan()
@@ -104,28 +104,29 @@ class ReplayWriter:
                 self.folder.remove(file)
 
     def resume(self, number: int) -> None:
-        """Goes on counting behind a save, and behind all that have left files.
+        """Continues numbering after a save, and after all saves that have left files.
 
-        Those of a later one may belong to a checkpoint that cannot be read for now;
-        to use its number again would be to write over them.
+        Files of a later save may belong to a checkpoint that cannot be read at present;
+        reusing its number would overwrite them.
         """
         assert self.folder is not None
         self.number = max([self.number, number, *(x.save for x in self.folder.scan())])
 
 
 class _CutChunks(NamedTuple):
-    """The chunks and items that belong to a save; all but the items over n chunks."""
+    """The chunks and items that belong to a save, with n chunks."""
 
-    columns: dict[str, np.ndarray]
-    files: list[ChunkFiles]
+    numbers: np.ndarray  # [n]
+    columns: dict[str, np.ndarray]  # [n, ...]
+    files: list[ChunkFiles]  # [n]
     generations: np.ndarray  # [n]
     grown: np.ndarray  # Numbers of the chunks with new steps; they are pinned.
-    items: np.ndarray  # Slots, from the oldest.
-    selector: Tree
+    items: np.ndarray  # Slots, the oldest first.
+    priorities: np.ndarray | None  # Of all steps, chunk by chunk.
 
     @classmethod
     def of(cls, index: Index) -> _CutChunks:
-        """Pins the chunks that have to be written. The index lock is held."""
+        """Collects the chunks, and pins those to write. The index lock is held."""
         chunks = index.chunks
         numbers = chunks.numbers()
         numbers = numbers[chunks.filled[numbers] > 0]
@@ -135,7 +136,6 @@ class _CutChunks(NamedTuple):
         index.pin(grown)
         columns: dict[str, np.ndarray] = {
             "id": chunks.ids[numbers],
-            "number": numbers,
             "previous": chunks.preceding[numbers],
             "steps": steps,
             "evicted": chunks.dead[numbers],
@@ -144,18 +144,22 @@ class _CutChunks(NamedTuple):
         }
         items = index.items.oldest(len(index.items))
         generations = chunks.generation[numbers]
-        return cls(columns, files, generations, grown, items, index.selector.save())
+        priorities = None
+        if chunks.priorities is not None:
+            rows = [chunks.rows(x, 0, n) for x, n in zip(numbers.tolist(), steps)]
+            parts = [chunks.priorities[x] for x in rows]
+            priorities = np.concatenate([chunks.priorities[:0], *parts])
+        return cls(numbers, columns, files, generations, grown, items, priorities)
 
     def tables(self, index: Index) -> dict[str, Any]:
-        """Returns what a save says about steps, apart from the files."""
-        numbers = self.columns["number"]
-        # One more, so that -1 stays -1.
-        places = np.full(numbers.max(initial=0) + 2, -1, np.int32)
-        places[numbers] = np.arange(len(numbers))
+        """Returns the entries of a save that describe its steps, except the files."""
+        # One entry more, so that the index -1 yields -1.
+        places = np.full(self.numbers.max(initial=0) + 2, -1, np.int32)
+        places[self.numbers] = np.arange(len(self.numbers))
         return {
+            "priorities": self.priorities,
             "chunksize": index.chunks.size,
             "fields": index.schema.to_json(),
-            "selector": self.selector,
             "order": pack_order(places[self.items // index.chunks.size]),
             "chunks": self.columns | {"previous": places[self.columns["previous"]]},
         }
@@ -172,10 +176,10 @@ class _Job(NamedTuple):
 
 
 class ReplayCut:
-    """The steps that belong to a save. Write it, and close it in any case.
+    """The steps that belong to a save. Call `write`, and in any case `close`.
 
-    Inserts, samples and updates go on meanwhile; other saves of the buffer wait until
-    it is closed.
+    Inserts (unless `save_wait`), samples and updates continue meanwhile; other saves of
+    the buffer wait until it is closed.
     """
 
     def __init__(
@@ -200,7 +204,7 @@ class ReplayCut:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the memory and the locks."""
+        """Unpins the memory and releases the locks."""
         if self._index is not None:
             with self._writer.changed:
                 self._index.unpin(np.array(sorted(self._pinned), np.int64))
@@ -208,10 +212,11 @@ class ReplayCut:
         self._held.close()
 
     def write(self) -> SavedReplay:
-        """Writes what is new, and returns the list of everything.
+        """Writes new data, and returns the save with the list of all its files.
 
         Raises:
-          CheckpointError: the disk is full, for example. The next save makes up for it.
+          CheckpointError: writing failed, for example because the disk is full. The
+            next save writes what is missing.
         """
         index, chunks, writer = self._index, self._chunks, self._writer
         if index is None or chunks is None:
@@ -241,7 +246,7 @@ class ReplayCut:
                 "first": int(table["first"][i]),
                 "last": int(table["last"][i]),
             }
-            steps, number = int(table["steps"][i]), int(table["number"][i])
+            steps, number = int(table["steps"][i]), int(chunks.numbers[i])
             file = ChunkFile(identity, STEPS, files.stop, steps, self._writer.number)
             jobs.append(_Job(number, int(chunks.generations[i]), files, file, metadata))
         return jobs
@@ -257,7 +262,7 @@ class ReplayCut:
                 index.unpin(np.array([job.number]))
 
     def _write_latents(self, index: Index, every: list[_Job]) -> None:
-        """Writes the most recently refreshed latents, as many as are allowed."""
+        """Writes the most recently refreshed latents, up to `latent_save_bytes`."""
         step_bytes = index.schema.latent_bytes
         if index.chunks.priorities is not None:
             step_bytes += index.chunks.priorities.itemsize
@@ -275,7 +280,7 @@ class ReplayCut:
             file = dataclasses.replace(job.file, kind=LATENTS, start=0)
             jobs.append(job._replace(file=file))
         for job, file, stamp in self._write_all(index, jobs):
-            # The one before is kept for `discard`, unless it goes with this save.
+            # The previous file is kept for `discard`, unless this save removes it.
             before = [x for x in job.files.latents if x not in self._writer.unlisted]
             job.files.latents = [*before[-1:], file]
             job.files.stamp = stamp
@@ -289,7 +294,8 @@ class ReplayCut:
           The job, the file, and the number of the last update that it contains.
 
         Raises:
-          CheckpointError: one could not be written. All that were, were yielded.
+          CheckpointError: a file could not be written. All that were written have been
+            yielded.
         """
         problem: CheckpointError | None = None
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -309,7 +315,7 @@ class ReplayCut:
             raise problem
 
     def _write(self, index: Index, job: _Job) -> tuple[ChunkFile, int] | None:
-        """Writes one file; None if the chunk has been evicted in the meantime."""
+        """Writes one file; returns None if the chunk has been released meanwhile."""
         chunks, changed = index.chunks, self._writer.changed
         rows = chunks.rows(job.number, job.file.start, job.file.stop)
         arrays = {}
@@ -357,12 +363,12 @@ class SavedReplay:
         self._index = index
 
     def records(self, root: str | os.PathLike[str]) -> list[FileRecord]:
-        """Returns all files of the save, relative to `root`, to commit them."""
+        """Returns the records to commit: all files of the save, relative to `root`."""
         folder = self._writer.folder
         return [] if folder is None else folder.records(self._files, root)
 
     def discard(self) -> None:
-        """Removes the files that this save wrote, since it was not committed."""
+        """Removes the files that this save wrote, because it was not committed."""
         folder, number = self._writer.folder, self.data["save"]
         if folder is None:
             return

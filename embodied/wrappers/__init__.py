@@ -47,14 +47,16 @@ def wrap(env: Env, nonfinite: str = "raise") -> Env:
     spaces that the agent sees; its continuous actions are clipped.
 
     Args:
-      env: any Env, its spaces ours or `elements.Space`.
+      env: any Env, with spaces of type `embodied.Space` or `elements.Space`.
       nonfinite: 'raise' or 'pass', see `CheckSpaces`.
     """
     spaces = Wrapper(env).act_space.items()
     continuous = [key for key, space in spaces if space.dtype.kind == "f"]
     for key in continuous:
         env = NormalizeAction(env, key)
-    env = UnifyDtypes(env)
+    unified = UnifyDtypes(env)
+    if unified.converts:
+        env = unified
     env = CheckSpaces(env, nonfinite)
     # Outside the check, because agents sample from unbounded distributions.
     for key in continuous:

@@ -6,7 +6,7 @@ import numpy as np
 
 from embodied.base import Array, BatchEnv, Env, Spaces
 from embodied.space import Space
-from embodied.wrappers.checking import Step, ValueCheck, check_keys, refuse_strings
+from embodied.wrappers.checking import Step, ValueCheck, check_keys, check_numeric
 from embodied.wrappers.value_wrappers import (
     ClipAction,
     NormalizeAction,
@@ -20,11 +20,11 @@ class FitBatch(BatchEnv):
     """Does for a batch what `wrap` does for an environment.
 
     Continuous actions are clipped to [-1, 1] and scaled to their bounds, dtypes are
-    unified, and values checked as `CheckSpaces` does it, all rows at once.
+    unified, and values are checked as by `CheckSpaces`, all rows at once.
 
     Args:
       envs: the batch.
-      size: height and width that images get; None for their own.
+      size: height and width to resize images to; None to keep their own.
       nonfinite: 'raise' or 'pass', see `CheckSpaces`.
     """
 
@@ -36,9 +36,9 @@ class FitBatch(BatchEnv):
     ):
         self._envs = envs
         self._size = size
-        self._inner_obs = refuse_strings(envs.obs_space, "observation", envs)
-        self._inner_act = refuse_strings(envs.act_space, "action", envs)
-        one: Env = _Spaces(self._inner_act)
+        self._inner_obs = check_numeric(envs.obs_space, "observation", envs)
+        self._inner_act = check_numeric(envs.act_space, "action", envs)
+        one: Env = ActionSpaces(self._inner_act)
         self._converters: dict[str, tuple[ClipAction, NormalizeAction]] = {}
         self._act_space = dict(self._inner_act)
         for key, space in self._inner_act.items():
@@ -104,24 +104,24 @@ class FitBatch(BatchEnv):
         if array.dtype != space.dtype and array.dtype.kind in "biuf":
             with np.errstate(over="ignore", invalid="ignore"):
                 cast = array.astype(space.dtype)
-            # Whole numbers that another dtype cannot hold are left for the check.
+            # Integers that the new dtype cannot hold are left for the check to report.
             if space.dtype.kind == "f" or np.array_equal(cast, array):
                 array = cast
         return self._checks[key](array)
 
 
-class _Spaces(Env):
-    """Has action spaces, and cannot be stepped."""
+class ActionSpaces(Env):
+    """An Env of action spaces alone, for the wrappers that convert actions."""
 
     def __init__(self, act_space: Spaces):
         self._act_space = act_space
 
     @property
     def obs_space(self) -> Spaces:
-        """Empty: this is about actions."""
+        """Empty, since only actions are converted."""
         return {}
 
     @property
     def act_space(self) -> Spaces:
-        """As given."""
+        """The spaces that were passed in."""
         return dict(self._act_space)

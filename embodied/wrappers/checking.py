@@ -1,4 +1,4 @@
-"""The base of wrappers, and the one that checks values; where the env is stepped."""
+"""The base class of wrappers, and checks of values; where the env is stepped."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class SpaceError(TaskError, ValueError):
     def of(
         cls, kind: str, key: str, env: Any, expected: Any, value: Any, advice: str
     ) -> SpaceError:
-        """Makes the error of one key.
+        """Returns the error for one key.
 
         Args:
           kind: 'observation' or 'action'.
           key: the key.
           env: the environment, wrapped or not.
-          expected: the space, or words.
-          value: the value or space that was found: words, or an array.
+          expected: the space, or a description of what was expected.
+          value: the array that was found, or a description of it.
           advice: how to correct it, as a sentence.
         """
         got = value if isinstance(value, str) else brief(value)
@@ -39,7 +39,7 @@ class SpaceError(TaskError, ValueError):
 
 
 class Wrapper(Env):
-    """Passes everything on to `env`, attributes included; made to be subclassed."""
+    """Base class of wrappers; forwards everything to `env`, including attributes."""
 
     def __init__(self, env: Env):
         self.env = env
@@ -80,7 +80,7 @@ def env_name(env: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """Describes an array, or any other value, within one line."""
+    """Describes an array, or any other value, in one line."""
     if not isinstance(value, np.ndarray | np.generic):
         text = repr(value)
         return f"{type(value).__name__} {text if len(text) < 80 else text[:77] + '...'}"
@@ -94,8 +94,8 @@ class CheckSpaces(Wrapper):
 
     The markers of a missing value, -inf for floats and -1 for signed integers, are
     allowed in observations whatever the bounds. Plain Python numbers are converted to
-    the declared dtype. Keys that start with `log/` are not held to their bounds, and
-    the actions of a step that resets are ignored, so they are not checked.
+    the declared dtype. Keys that start with `log/` may exceed their bounds. The actions
+    of a step that resets are not checked, since the environment ignores them.
 
     Args:
       env: the environment.
@@ -108,8 +108,8 @@ class CheckSpaces(Wrapper):
             raise ValueError(
                 f"Expected nonfinite to be 'raise' or 'pass', got {nonfinite!r}."
             )
-        obs_space = refuse_strings(super().obs_space, "observation", env)
-        act_space = refuse_strings(super().act_space, "action", env)
+        obs_space = check_numeric(super().obs_space, "observation", env)
+        act_space = check_numeric(super().act_space, "action", env)
         for key in ("reward", *_FLAGS):
             kind = "f" if key == "reward" else "b"
             _check_required("observation", key, obs_space.get(key), kind, env)
@@ -148,13 +148,13 @@ class CheckSpaces(Wrapper):
 
 
 def check_keys(kind: str, values: Any, spaces: Spaces, env: Any) -> None:
-    """Raises SpaceError if a step has other keys than are declared.
+    """Raises SpaceError unless a step has exactly the declared keys.
 
     Args:
       kind: 'observation' or 'action'.
-      values: the step.
-      spaces: that are declared.
-      env: for the message.
+      values: the observation or action.
+      spaces: the declared spaces.
+      env: the environment, for the message.
     """
     if isinstance(values, dict) and values.keys() == spaces.keys():
         return
@@ -189,10 +189,10 @@ class ValueCheck:
 
     Args:
       kind: 'observation' or 'action'.
-      key: of the values.
-      space: of one value, or of a batch of them.
-      env: for messages.
-      passes: whether NaN and infinity may be.
+      key: the key of the values.
+      space: the space of one value, or of a batch of them.
+      env: the environment, for messages.
+      passes: whether NaN and infinity are allowed.
     """
 
     def __init__(self, kind: str, key: str, space: Space, env: Any, passes: bool):
@@ -208,7 +208,7 @@ class ValueCheck:
         if space.dtype.kind == "f":
             limit = np.finfo(space.dtype).max
             self._low, self._high = np.clip((self._low, self._high), -limit, limit)
-        # Most keys need no, or only a cheap, look at their values.
+        # Most keys need no check of their values, or only a cheap one.
         self._fits: Callable[[np.ndarray], bool] = self._inside
         if key.startswith("log/") or (not bounded and space.discrete):
             self._fits = _always
@@ -216,31 +216,32 @@ class ValueCheck:
             self._fits = _finite
         # A scalar takes a tenth of the time when it is compared as a plain number.
         self._scalar = space.dtype.type if space.shape == () else None
+        self._dtype, self._shape = space.dtype, space.shape
         self._scalar_bounds = self._low.min().item(), self._high.max().item()
 
     def __call__(self, value: Any) -> Array:
-        """Returns the value as an array or a scalar of NumPy, or raises SpaceError."""
+        """Returns the value as a NumPy array or scalar, or raises SpaceError."""
         if type(value) is self._scalar:
             low, high = self._scalar_bounds
             if low <= value.item() <= high:
                 return value
         elif type(value) in (bool, int, float):
-            value = _from_python(value, self._space)
+            value = _from_python(value, self._dtype)
         array = np.asarray(value)
-        if array.dtype != self._space.dtype:
-            raise self._error(value, f"Convert it to {self._space.dtype}.")
-        if array.shape != self._space.shape:
-            raise self._error(value, f"Give it the shape {self._space.shape}.")
+        if array.dtype != self._dtype:
+            raise self._error(value, f"Convert it to {self._dtype}.")
+        if array.shape != self._shape:
+            raise self._error(value, f"Give it the shape {self._shape}.")
         if not self._fits(array):
             self._check_exceptions(array)
         return value if isinstance(value, np.generic) else array
 
     def _inside(self, array: np.ndarray) -> bool:
-        # Bounds are finite, and NaN compares false, so it is outside too.
+        # Bounds are finite and NaN compares false, so infinity and NaN are outside.
         return bool((array >= self._low).all() and (array <= self._high).all())
 
     def _check_exceptions(self, array: np.ndarray) -> None:
-        """Raises unless all values outside the bounds are ones that may be."""
+        """Raises unless all values outside the bounds are allowed exceptions."""
         allowed = np.zeros(array.shape, bool)
         if array.dtype.kind == "f":
             if self._markers:
@@ -272,17 +273,20 @@ def _finite(array: np.ndarray) -> bool:
     return bool(np.isfinite(array).all())
 
 
-def _from_python(value: bool | int | float, space: Space) -> Any:
-    """Converts a plain number where no information is lost, else returns it as is."""
-    kind = space.dtype.kind
+def _from_python(value: bool | int | float, dtype: np.dtype) -> Any:
+    """Converts a plain number that fits the dtype, else returns it unchanged.
+
+    Integers must fit the dtype; floats are rounded and may become infinite.
+    """
+    kind = dtype.kind
     if kind == "b" and isinstance(value, bool):
         return np.bool_(value)
     if kind in "iu" and type(value) is int:
-        info = np.iinfo(space.dtype)
-        return space.dtype.type(value) if info.min <= value <= info.max else value
+        info = np.iinfo(dtype)
+        return dtype.type(value) if info.min <= value <= info.max else value
     if kind == "f" and not isinstance(value, bool):
         with np.errstate(over="ignore"):
-            return space.dtype.type(value)
+            return dtype.type(value)
     return value
 
 
@@ -301,8 +305,8 @@ def _check_required(
         )
 
 
-def refuse_strings(spaces: Spaces, kind: str, env: Any) -> Spaces:
-    """Returns the spaces, if all of them are of numbers."""
+def check_numeric(spaces: Spaces, kind: str, env: Any) -> Spaces:
+    """Returns the spaces unchanged; raises SpaceError if one is of strings."""
     for key, space in spaces.items():
         if space.dtype.kind == "U":
             raise SpaceError.of(

@@ -1,4 +1,4 @@
-"""Wrappers about episodes: begin, end and frames; where the env is stepped."""
+"""Wrappers for the start, end and frames of episodes; where the env is stepped."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TimeLimit(Wrapper):
     Args:
       env: the environment.
       duration: number of steps after the first observation.
-      reset: whether the environment starts over after a cut episode. If not, it goes
-        on from where it was: the last observation is also the first of the next one.
+      reset: whether the environment is reset after a cut episode. If not, it continues
+        where it was: the last observation is also the first of the next episode.
     """
 
     def __init__(self, env: Env, duration: int, reset: bool = True):
@@ -70,8 +70,8 @@ class TimeLimit(Wrapper):
 class ActionRepeat(Wrapper):
     """Takes every action `repeat` times, or until the episode ends; sums rewards.
 
-    The attribute `repeat` says how many environment steps an action takes, those of
-    wrapped repeats included.
+    The attribute `repeat` is the number of environment steps per action, including
+    the repeats of wrapped environments.
     """
 
     def __init__(self, env: Env, repeat: int):
@@ -89,24 +89,24 @@ class ActionRepeat(Wrapper):
             if obs["is_first"] or obs["is_last"]:
                 break
             obs = self.env.step(action)
-            # An episode that began by itself must not get the old one's reward.
+            # A new episode must not get the reward of the one before.
             total = obs["reward"] if obs["is_first"] else total + obs["reward"]
         return {**obs, "reward": total}
 
 
 class RestartOnException(Wrapper):
-    """Makes the environment anew when its `step` fails.
+    """Recreates the environment when its `step` fails.
 
     The step that failed returns the first observation of a new episode, with
-    `is_first` set: an episode that was interrupted has no last step, and none is made
-    up, since the effect of the action is not known.
+    `is_first` set. The interrupted episode has no last step, and none is made up, since
+    the effect of the action is unknown.
 
-    Only the thread that owns the environment calls `step`; `close` may come from
-    another one and ends a wait.
+    Only the thread that owns the environment calls `step`; `close` may be called from
+    another thread and ends a wait.
 
     Args:
-      make_env: makes the environment, which is the same one every time.
-      exceptions: types to restart after.
+      make_env: makes the environment, the same one at every call.
+      exceptions: exception types that cause a restart.
       window: seconds within which failures are counted.
       maxfails: failures in a window that are tolerated; the next one is raised.
       wait: seconds before the environment is made again.
@@ -133,7 +133,7 @@ class RestartOnException(Wrapper):
         self._closed = threading.Event()
 
     def step(self, action: Step) -> Step:
-        """Steps the environment, or a new one if that fails."""
+        """Steps the environment; if that fails, makes and resets a new one."""
         try:
             return self.env.step(action)
         except self._exceptions as error:
@@ -151,7 +151,7 @@ class RestartOnException(Wrapper):
                 return self._continue_with(env, obs)
 
     def close(self) -> None:
-        """Closes the environment and gives up on a restart that waits."""
+        """Closes the environment and cancels a restart that is waiting."""
         self._closed.set()
         super().close()
 
@@ -163,8 +163,8 @@ class RestartOnException(Wrapper):
         if len(self._failures) > self._maxfails:
             raise failure
         _logger.warning(
-            "Env %s failed (failure %d of %d that are tolerated in %g s); it is made "
-            "again in %g s.",
+            "Env %s failed (failure %d; %d are tolerated in %g s); it is restarted "
+            "in %g s.",
             env_name(self),
             len(self._failures),
             self._maxfails,
@@ -182,7 +182,7 @@ class RestartOnException(Wrapper):
         new = Wrapper(env)
         if (old.obs_space, old.act_space) != (new.obs_space, new.act_space):
             raise SpaceError(
-                f"Env {env_name(env)} came back with other spaces after a restart: "
+                f"Env {env_name(env)} has different spaces after a restart: "
                 f"expected {old.obs_space} and {old.act_space}, got {new.obs_space} "
                 f"and {new.act_space}. make_env must make the same one every time."
             )
@@ -190,21 +190,22 @@ class RestartOnException(Wrapper):
 
 
 class NotRenderable(Exception):
-    """An environment draws no frames; the message says why."""
+    """An environment cannot draw frames; the message says why."""
 
 
 class AddFrames(Wrapper):
-    """Adds what the environment's `render()` draws, as `log/frame` [H, W, 3] uint8.
+    """Adds the image that `env.render()` returns as `log/frame` [H, W, 3] uint8.
 
-    The first episode begins when it is made, to know the size of frames.
+    The constructor starts the first episode, to learn the size of frames.
 
     Args:
-      env: has a method `render` that returns an image [H, W, 3] uint8.
-      active: draw; if not, frames are black, as for all but one of several.
-      longest: side of frames; larger ones are made smaller.
+      env: environment with a method `render` that returns an image [H, W, 3] uint8.
+      active: whether to draw; otherwise frames are black, as for all but one of
+        several environments.
+      longest: maximum height and width; larger frames are scaled down.
 
     Raises:
-      NotRenderable: it has no such method, or that fails.
+      NotRenderable: the environment has no such method, or the method fails.
     """
 
     KEY = "log/frame"
@@ -222,7 +223,7 @@ class AddFrames(Wrapper):
 
     @property
     def obs_space(self) -> Spaces:
-        """That of the wrapped environment, and the frame."""
+        """Spaces of the wrapped environment, and of the frame."""
         return {**super().obs_space, self.KEY: Space(np.uint8, self._frame.shape)}
 
     def step(self, action: Step) -> Step:

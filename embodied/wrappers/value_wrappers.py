@@ -9,7 +9,7 @@ import numpy as np
 
 from embodied.base import Array, Env, Spaces
 from embodied.space import Space
-from embodied.wrappers.checking import SpaceError, Step, Wrapper, refuse_strings
+from embodied.wrappers.checking import SpaceError, Step, Wrapper, check_numeric
 
 _INT32 = np.iinfo(np.int32)
 
@@ -35,11 +35,11 @@ class _ActionWrapper(Wrapper):
 
     @property
     def act_space(self) -> Spaces:
-        """Spaces of the wrapped environment, but for the one of the action."""
+        """Spaces of the wrapped environment, with that of the action replaced."""
         return {**super().act_space, self._key: self._outer}
 
     def step(self, action: Step) -> Step:
-        """Converts the action, unless the environment ignores it, and steps."""
+        """Converts the action, unless a reset makes the env ignore it, and steps."""
         # A missing action is left for the environment, or CheckSpaces, to report.
         if self._key in action and not action.get("reset"):
             value = np.asarray(action[self._key])
@@ -57,7 +57,7 @@ class _ActionWrapper(Wrapper):
 
     def convert(self, value: np.ndarray) -> Array:
         """Converts values [..., *shape] of actions."""
-        raise NotImplementedError(f"{type(self).__name__}._convert")
+        raise NotImplementedError(f"{type(self).__name__}.convert")
 
 
 class ClipAction(_ActionWrapper):
@@ -73,7 +73,7 @@ class ClipAction(_ActionWrapper):
         high = np.minimum(inner_high, self._clip[1])
         if np.any(low > high):
             raise self._error(
-                f"bounds that have something in common with {list(self._clip)}",
+                f"bounds that overlap with {list(self._clip)}",
                 str(space),
                 "Declare finite bounds, which can be scaled, or clip elsewhere.",
             )
@@ -87,11 +87,11 @@ class ClipAction(_ActionWrapper):
 class NormalizeAction(_ActionWrapper):
     """Scales [-1, 1] to the finite bounds of a continuous action.
 
-    Elements that are not bounded on both sides pass as they are.
+    Elements without finite bounds on both sides are passed on unchanged.
     """
 
     def _replace(self, space: Space) -> Space:
-        # A bound at the end of float32's range is how some say that there is none.
+        # Some environments declare the largest float32 to mean that there is no bound.
         limit = np.finfo(np.float32).max
         low, high = space.limits
         self._finite = (np.abs(low) < limit) & (np.abs(high) < limit)
@@ -105,7 +105,7 @@ class NormalizeAction(_ActionWrapper):
         share = (value.astype(np.float64) + 1) / 2
         scaled = self._low * (1 - share) + self._high * share
         scaled = np.where(self._finite, scaled, value).astype(self._inner.dtype)
-        # Rounding must not step over a bound, but values out of range stay so.
+        # Rounding must not exceed a bound, but values that were out of range stay so.
         rounded = self._finite & (share >= 0) & (share <= 1)
         inside = np.clip(scaled, self._inner.low, self._inner.high)
         return np.where(rounded, inside, scaled)
@@ -129,7 +129,7 @@ class DiscretizeAction(_ActionWrapper):
         return Space(np.int32, space.shape, 0, self._bins)
 
     def convert(self, value: np.ndarray) -> Array:
-        """Looks the values of bins up."""
+        """Returns the values of the bins with these indices."""
         if value.astype(np.int32) not in self._outer:
             advice = f"Pass the index of one of the {self._bins} bins."
             raise self._error(self._outer, value, advice)
@@ -137,7 +137,7 @@ class DiscretizeAction(_ActionWrapper):
 
 
 class UnifyDtypes(Wrapper):
-    """Shows the agent float32, int32, uint8 and bool only.
+    """Converts values to float32, int32, uint8 or bool, the dtypes that agents take.
 
     Actions are converted back to the environment's dtypes. Integers that do not
     fit int32 are an error; floats that do not fit float32 become infinite.
@@ -145,8 +145,8 @@ class UnifyDtypes(Wrapper):
 
     def __init__(self, env: Env):
         super().__init__(env)
-        self._env_obs_space = refuse_strings(super().obs_space, "observation", env)
-        self._env_act_space = refuse_strings(super().act_space, "action", env)
+        self._env_obs_space = check_numeric(super().obs_space, "observation", env)
+        self._env_act_space = check_numeric(super().act_space, "action", env)
         self._obs_space = {
             key: unified_space(space, "observation", key, env)
             for key, space in self._env_obs_space.items()
@@ -159,13 +159,18 @@ class UnifyDtypes(Wrapper):
         self._act_keys = _changed(self._env_act_space, self._act_space)
 
     @property
+    def converts(self) -> bool:
+        """Whether there is a dtype to convert."""
+        return bool(self._obs_keys or self._act_keys)
+
+    @property
     def obs_space(self) -> Spaces:
-        """The same values in the unified dtypes."""
+        """Spaces of the wrapped environment, in the unified dtypes."""
         return dict(self._obs_space)
 
     @property
     def act_space(self) -> Spaces:
-        """The same values in the unified dtypes."""
+        """Spaces of the wrapped environment, in the unified dtypes."""
         return dict(self._act_space)
 
     def step(self, action: Step) -> Step:
@@ -224,9 +229,9 @@ def unified_space(space: Space, kind: str, key: str, env: Env) -> Space:
             kind,
             key,
             env,
-            "bounds that leave some values of int32",
+            "bounds that overlap with those of int32",
             str(space),
-            "Count from zero instead.",
+            "Shift the values to start at zero.",
         )
     low, high = np.asarray(low, np.int64), np.asarray(high, np.int64)
     return Space(np.int32, space.shape, low, high + 1)
@@ -275,7 +280,7 @@ class ResizeImage(Wrapper):
         return spaces
 
     def step(self, action: Step) -> Step:
-        """Steps and resizes."""
+        """Steps, and resizes the images."""
         obs = self.env.step(action)
         return {
             **obs,
@@ -285,10 +290,10 @@ class ResizeImage(Wrapper):
 
 def resize_image(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Resizes an image [H, W, C] uint8 to height and width."""
-    # Here, because importing the framework should not import Pillow.
+    # Imported here, so that importing the framework does not import Pillow.
     from PIL import Image
 
-    # Pillow knows images of three channels, and single ones for all others.
+    # Pillow takes three channels or one; others are resized channel by channel.
     planes = [image] if image.shape[2] == 3 else list(np.moveaxis(image, 2, 0))
     resized = [
         np.asarray(Image.fromarray(plane).resize(size[::-1], Image.Resampling.BILINEAR))

@@ -1,6 +1,6 @@
 """The view beside a run, for `--run.view True`. The process that starts the run.
 
-with view_beside(config):
+with background_view(config):
     ...                     # Trains; the view is a process of its own meanwhile.
 """
 
@@ -20,7 +20,7 @@ import elements
 from dreamerv3.cli.config import ConfigError
 
 PACKAGES = ("starlette", "uvicorn")
-PRIORITY = 5  # What is added to the nice value: the run comes first.
+PRIORITY = 5  # Added to the nice value, so that the run comes first.
 RESTARTS = 5
 GRACE = 2.0
 
@@ -38,14 +38,14 @@ def check_view() -> None:
 
 
 @contextlib.contextmanager
-def view_beside(config: elements.Config) -> Iterator[None]:
+def background_view(config: elements.Config) -> Iterator[None]:
     """Shows the run of a configuration while the body runs, if `run.view` asks for it.
 
-    It is restarted if it fails, at the same address. If it fails again and again that
-    is a warning, and the run goes on without.
+    The view is restarted at the same address if it fails. If it keeps failing, that is
+    logged as a warning, and the run goes on without it.
 
     Raises:
-      ConfigError: packages that it needs are not installed.
+      ConfigError: packages that the view needs are not installed.
     """
     if not config.run.view or config.replica:
         yield
@@ -79,8 +79,8 @@ def view_beside(config: elements.Config) -> Iterator[None]:
 def _supervise(supervisor: Any, done: threading.Event) -> None:
     try:
         supervisor.run(until=done)
-    except Exception as error:  # The run does not depend on it.
-        log.warning("The view is not shown any more: %s", error)
+    except Exception as error:  # The run does not depend on the view.
+        log.warning("The view has stopped: %s", error)
 
 
 def _serve(logdir: str, *address: Any) -> None:
