@@ -1,1 +1,1 @@
-"""Benchmarks; each compares in one run and prints one JSON line last."""
+"""Benchmarks; each measures all sides in one run and prints one JSON line last."""

@@ -5,8 +5,8 @@
     python -m benchmarks.crafter logdir/crafter/eval/STEP.json
 
 An achievement's success rate is the share of episodes that reached it at least once.
-The score is the geometric mean of 1 + rate in percent, less 1, so that what is rarely
-reached counts too. The last line is JSON.
+The score is the geometric mean of 1 + rate in percent, less 1, so that rare
+achievements count too. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def success_rates(result: Mapping[str, Any]) -> dict[str, float]:
-    """Percent of episodes that reached each achievement, by its name."""
+    """Returns the percentage of episodes that reached each achievement, by name."""
     return {
         key.removeprefix(PREFIX): 100 * statistics.fmean(value > 0 for value in counts)
         for key, counts in result["largest"].items()
@@ -61,7 +61,7 @@ def success_rates(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def score(rates: Mapping[str, float]) -> float:
-    """Crafter's score in percent, of success rates in percent."""
+    """Returns Crafter's score in percent, from success rates in percent."""
     return math.expm1(statistics.fmean(math.log1p(rate) for rate in rates.values()))
 
 

@@ -1,4 +1,4 @@
-"""Env clients in few processes, and a relay that delays what they send.
+"""Many env clients in few processes, and a relay that delays their traffic.
 
 For `benchmarks.scale`: clients do nothing but ask for actions.
 """
@@ -25,16 +25,16 @@ OBS = {"image": Space(np.uint8, (64, 64, 3)), **SIGNALS}
 ROW_BYTES = 64 * 64 * 3  # Nearly all of a stored step.
 PER_PROCESS = 200  # Env clients.
 WAIT_SECONDS = 120.0  # For clients to connect, on a busy machine.
-LEAVE = -1  # The phase in which clients say goodbye.
+LEAVE = -1  # The phase in which clients leave.
 
 
 class Crowd:
-    """Env clients of one process, each in a thread that asks and asks again.
+    """Env clients of one process, whose threads ask for one action after the other.
 
     Args:
       port: of the actor.
       ids: of the environments.
-      stacked: environments that one call of a client has.
+      stacked: environments in each call of a client.
       groups: calls that a client has open, each for environments of its own.
     """
 
@@ -70,7 +70,7 @@ class Crowd:
         return np.array(trips, np.float64)
 
     def close(self) -> None:
-        """Lets all clients say goodbye."""
+        """Closes all clients in order."""
         for client, _ in self._clients:
             client.close()
 
@@ -79,7 +79,7 @@ class Crowd:
         rng = np.random.default_rng(ids[0])
         try:
             while True:
-                if self.interval:  # Not all at once.
+                if self.interval:  # Random, so that clients do not ask all at once.
                     time.sleep(self.interval * rng.uniform(0.5, 1.5))
                 begin = time.perf_counter()
                 client.call("act", obs, rows=rows).result()
@@ -104,7 +104,7 @@ def observation(ids: Sequence[int]) -> dict[str, np.ndarray]:
 def run_crowd(
     port: int, control: int, ids: Sequence[int], stacked: int, groups: int
 ) -> None:
-    """Runs a crowd, and tells the parent about it, until it is to leave."""
+    """Runs a crowd, and reports to the parent until it is told to leave."""
     with Client(control, f"crowd-{ids[0]}") as parent:
         crowd = Crowd(port, ids, stacked, groups)
         phase = 0
@@ -119,13 +119,14 @@ def run_crowd(
 
 
 class Crowds:
-    """All crowds of env clients, and what they tell. A context manager.
+    """All crowds of env clients, and what they report. A context manager.
 
-    The threads of the server write, the one that measures reads; `_lock` guards.
+    The server's threads write the reports and the thread that measures reads them;
+    `_lock` guards them.
 
     Args:
-      port: of the actor, or of what is before it.
-      count: of environments.
+      port: of the actor, or of a relay in front of it.
+      count: number of environments.
       stacked: see Crowd.
       groups: see Crowd.
       per_process: environments of a process.
@@ -175,14 +176,14 @@ class Crowds:
         self.processes[first].start()
 
     def dismiss(self) -> None:
-        """Lets all clients leave, and waits for it."""
+        """Tells all clients to leave, and waits for their processes to end."""
         with self._lock:
             self._phase = (LEAVE, 0.0)
         for process in self.processes.values():
             process.join(WAIT_SECONDS)
 
     def wait(self) -> None:
-        """Waits until all are connected and told the present phase."""
+        """Waits until all crowds have connected and know the present phase."""
         wait_until(
             lambda: all(
                 self._heard.get(first, (0, []))[0] == self._phase[0]
@@ -193,11 +194,11 @@ class Crowds:
         )
 
     def measure(self, seconds: float, interval: float = 0.0) -> dict[str, float]:
-        """Lets all ask for some seconds; returns rate and round trips.
+        """Lets all clients ask for some seconds; returns rate and round trips.
 
         Args:
-          seconds: that count; a quarter of it passes before.
-          interval: seconds between calls of a client.
+          seconds: how long to measure, after at least a quarter as long to warm up.
+          interval: mean seconds between calls of a client.
         """
         with self._lock:
             self._phase = (self._phase[0] + 1, interval)
@@ -221,7 +222,7 @@ class Crowds:
 
     @property
     def errors(self) -> list[str]:
-        """What went wrong in any client."""
+        """Errors of all clients."""
         with self._lock:
             return [error for _, errors in self._heard.values() for error in errors]
 
@@ -236,20 +237,22 @@ class Crowds:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> float:
-    """Waits for something; returns the seconds that it took."""
+    """Waits until a condition holds; returns the seconds that it took."""
     begin = time.monotonic()
     while not condition():
         if time.monotonic() - begin > WAIT_SECONDS:
-            raise TimeoutError(f"Waited {WAIT_SECONDS:.0f} s in vain for {what}.")
+            raise TimeoutError(
+                f"Timed out after {WAIT_SECONDS:.0f} s, waiting for {what}."
+            )
         time.sleep(0.05)
     return time.monotonic() - begin
 
 
 def relay(port: int, target: int, delay: float) -> None:
-    """Passes TCP connections on, every byte late by `delay` seconds in both directions.
+    """Relays TCP connections, with every byte delayed by `delay` seconds both ways.
 
-    A stand-in for a long cable, where the kernel has no `tc netem`; it needs no rights
-    and works everywhere.
+    A stand-in for a long cable. Unlike `tc netem`, it works with every kernel and needs
+    no privileges.
     """
 
     async def pump(reader: Any, writer: Any) -> None:

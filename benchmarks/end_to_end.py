@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 BARE_SECONDS = 15.0
-BOTTLENECK = re.compile(r"Bottleneck: (.*)")  # In what a run tells people.
+BOTTLENECK = re.compile(r"Bottleneck: (.*)")  # In the output of a run.
 Case = dict[str, Any]  # Options by name.
 
 WARMUP_LINES = 2  # Metrics of the first seconds of a run are left out.
@@ -105,7 +105,7 @@ def measure_view(options: argparse.Namespace) -> dict[str, Any]:
     seconds = options.seconds or 20.0
     steps: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(options.view):
-        # What comes second may find another machine, so it is not always the same.
+        # In alternating order, since the load of the machine may change in between.
         for shown in (False, True) if turn % 2 else (True, False):
             flags = ["--random_agent", "True", "--run.view", str(shown)]
             result = run(options, flags, seconds)
@@ -227,7 +227,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def read_metrics(logdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Reads the metrics that are there by now."""
+    """Reads the metrics that were written so far."""
     path = logdir / "metrics.jsonl"
     if not path.exists():
         return []
@@ -281,7 +281,7 @@ class _Usage:
         self._before = self._seconds()
 
     def percent(self) -> float:
-        """Returns the use of one core since the start."""
+        """Returns the processor time since the start, in percent of one core."""
         spent = self._seconds() - self._before
         return 100 * spent / (time.monotonic() - self._begin)
 

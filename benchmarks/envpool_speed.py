@@ -3,9 +3,9 @@
     python -m benchmarks.envpool_speed
     python -m benchmarks.envpool_speed --envs 64 --seconds 60
 
-Whole parallel runs, with replay and logger. Both have frames of 96 x 96 in gray, four
-to a step, sticky actions and all 18 actions. Cases take turns. The last line is one
-JSON object with the median of each.
+Whole parallel runs, with replay and logger. Both kinds have gray frames of 96 x 96,
+four to a step, sticky actions and all 18 actions. Cases take turns. The last line is
+one JSON object with the median of each.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(task: str, envs: int, per_worker: int, seconds: float) -> float:
-    """Returns env steps per second of a run, without its start."""
+    """Returns the median env steps per second of a run, without its first lines."""
     with tempfile.TemporaryDirectory() as logdir:
         subprocess.run(
             [

@@ -10,10 +10,10 @@ import jax
 
 
 def count_flops(function: Callable, *args: Any) -> int:
-    """Counts two operations for every multiplication that is added up.
+    """Returns the operations of a function, two for every multiply-add.
 
-    Loops count as often as they run; what the compiler leaves out or computes twice
-    is not seen.
+    Loops count as often as they run. What the compiler removes or computes twice is not
+    taken into account.
     """
     return _count(jax.make_jaxpr(function)(*args).jaxpr)
 

@@ -4,8 +4,8 @@
 
 Each figure is the median over fresh processes, from start to exit, so the start of the
 interpreter is part of it. The baselines, an interpreter that does nothing and one that
-imports NumPy, take turns with them, so that a noisy machine disturbs all alike. Time
-of the processor is printed beside time on the clock, since others do not stretch it.
+imports NumPy, take turns with them, so that a noisy machine disturbs all alike.
+Processor time is printed beside clock time, since other load does not stretch it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     if rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {rounds}")
     for arguments in COMMANDS.values():
-        run(arguments)  # Writes the compiled modules, which users have too.
+        run(arguments)  # Writes the bytecode of modules, which users have too.
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
     for _ in range(rounds):
         for name, arguments in COMMANDS.items():
@@ -79,7 +79,7 @@ def run(arguments: tuple[str, ...]) -> tuple[float, float]:
 
 
 def _processor_seconds() -> float:
-    """Of all child processes that have ended."""
+    """Returns the processor time of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

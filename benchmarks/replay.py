@@ -2,7 +2,7 @@
 
     python -m benchmarks.replay [--quick]
 
-Both sides copy between the same kind of places: sequences from anywhere in a buffer
+Both sides copy between the same kinds of memory: sequences from anywhere in a buffer
 into memory that has been used before, and steps into a buffer that is full. They take
 turns, and the median of the ratios counts, so that a noisy machine disturbs both.
 """
@@ -57,9 +57,9 @@ def say(title: str, value: float, unit: str) -> None:
 
 
 def image_steps(seed: int = 0) -> dict[str, np.ndarray]:
-    """What 16 environments with images send at once, with latents."""
+    """Returns a step of each of 16 environments, with images and latents."""
     rng = np.random.default_rng(seed)
-    # Flat areas with a few sprites and some noise, as games have.
+    # Flat areas with a noisy sprite, as in games.
     image = np.kron(
         rng.integers(0, 255, (ENVS, 8, 8, 3), np.uint8), np.ones((1, 8, 8, 1), np.uint8)
     )
@@ -73,13 +73,13 @@ def image_steps(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def vector_steps(seed: int = 0) -> dict[str, np.ndarray]:
-    """What 16 environments with small observations send at once."""
+    """Returns a step of each of 16 environments, with small observations."""
     rng = np.random.default_rng(seed)
     return {"vector": rng.normal(size=(ENVS, 8)).astype(np.float32), **scalars()}
 
 
 def scalars() -> dict[str, np.ndarray]:
-    """The keys that all environments have."""
+    """Returns the keys that all environments have."""
     flags = ("is_first", "is_last", "is_terminal")
     return {
         "reward": np.zeros(ENVS, np.float32),
@@ -94,7 +94,7 @@ def row_bytes(steps: dict[str, np.ndarray]) -> int:
 
 
 def fill(replay: Replay, steps: dict[str, np.ndarray], amount: int) -> float:
-    """Adds about `amount` steps; returns seconds a call."""
+    """Adds about `amount` steps; returns the seconds per call."""
     calls = amount // ENVS + LENGTH
     start = time.perf_counter()
     for _ in range(calls):
@@ -106,10 +106,10 @@ def fill(replay: Replay, steps: dict[str, np.ndarray], amount: int) -> float:
 
 
 def overhead(amount: int) -> float:
-    """Returns resident bytes a step beyond its packed bytes."""
+    """Returns the resident bytes per step beyond its packed bytes."""
     steps = vector_steps()
     process = psutil.Process()
-    warm = Replay(LENGTH, 10_000)  # Whatever is imported or made once.
+    warm = Replay(LENGTH, 10_000)  # For everything that is imported or made once.
     fill(warm, steps, 10_000)
     warm.sample(BATCH)
     before = process.memory_info().rss
@@ -122,7 +122,7 @@ def overhead(amount: int) -> float:
 
 
 def bandwidth(amount: int, rounds: int) -> dict[str, float]:
-    """Compares the copying of images with plain copies."""
+    """Compares inserting and sampling of images with plain copies."""
     steps = image_steps()
     replay = Replay(LENGTH, amount, context=1, bytes=4e4 * amount + 1e9)
     seconds = fill(replay, steps, amount)
@@ -209,7 +209,7 @@ def compare(
     ours: Callable[[], Any],
     plain: Callable[[], Any],
 ) -> float:
-    """Prints GB/s of both sides; returns the median of our fraction."""
+    """Prints GB/s of both sides; returns the median ratio of replay to plain speed."""
     times = [
         (seconds_a_call(plain, calls), seconds_a_call(ours, calls))
         for _ in range(rounds)
@@ -224,7 +224,7 @@ def compare(
 
 
 def seconds_a_call(function: Callable[[], Any], calls: int) -> float:
-    """Times a few calls."""
+    """Returns the mean seconds of a few calls."""
     start = time.perf_counter()
     for _ in range(calls):
         function()

@@ -3,8 +3,8 @@
     python -m benchmarks.rpc [--quick]
 
 Both sides run with their default settings: ours with keys and, on one machine, the
-local link with shared memory. Rows are counted in the served function, so that nothing
-depends on when a worker started.
+local link with shared memory. Rows are counted in the served function, so that results
+do not depend on when a worker started.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     result = {}
     print(f"{'':<47} {'portal':>10} {'ours':>10} {'ratio':>8}")
     for title, key, measure in comparisons:
-        # Taking turns, so that what else the machine does hits both.
+        # Taking turns, so that other load on the machine affects both.
         pairs = [(measure("portal"), measure("ours")) for _ in range(rounds)]
         theirs, ours = (float(np.median(values)) for values in zip(*pairs))
         print(f"{title:<47} {theirs:>10.5g} {ours:>10.5g} {ours / theirs:>7.1f}x")
@@ -69,12 +69,12 @@ def main() -> None:
 
 
 def spread(pairs: list[tuple[float, float]]) -> str:
-    """Portal's and our figure of every round: how much to trust their medians."""
+    """Returns both figures of every round, which show how stable the medians are."""
     return ", ".join(f"{theirs:.4g} {ours:.4g}" for theirs, ours in pairs)
 
 
 def extras(seconds: float) -> None:
-    """What has no counterpart in portal, for the record."""
+    """Prints measurements that have no counterpart in portal, for the record."""
     alone, beside = slow_client(seconds)
     lines = {
         "16 workers, batch 8, remote link, rows/s": rows_per_second(
@@ -127,14 +127,14 @@ def act_worker(kind: str, port: int, rows: int) -> None:
 
 
 def caller(kind: str, client: Any, rows: int) -> Callable:
-    """How a stack of rows is sent."""
+    """Returns the function by which a stack of rows is sent."""
     if kind == "portal" or not rows:
         return client.act
     return lambda obs: client.call("act", obs, rows=rows)
 
 
 class Counted:
-    """A policy without work that counts the rows it was asked for."""
+    """A policy that computes nothing and counts the rows of its requests."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -164,7 +164,7 @@ def act_server(kind: str, port: int, batch: int, rows: int, policy: Counted) -> 
 def rows_per_second(
     kind: str, workers: int, batch: int, rows: int, seconds: float
 ) -> float:
-    """Env rows served a second, with worker processes that never pause."""
+    """Returns env rows served per second, with worker processes that never pause."""
     port, policy = free_port(), Counted()
     server = act_server(kind, port, batch, rows, policy)
     processes = [Process(act_worker, kind, port, rows) for _ in range(workers)]
@@ -177,7 +177,7 @@ def rows_per_second(
 
 
 def measured_rate(policy: Counted, everyone: int, seconds: float) -> float:
-    """Waits until all workers are at it, then counts for some seconds."""
+    """Waits until all workers are busy, then counts rows for some seconds."""
     deadline = time.monotonic() + 60
     while policy.rows < 20 * everyone and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -187,7 +187,7 @@ def measured_rate(policy: Counted, everyone: int, seconds: float) -> float:
 
 
 def latency(kind: str, seconds: float) -> float:
-    """One over the median round trip of one client, batches of one row."""
+    """Returns one over the median round trip of one client, in batches of one row."""
     port, policy = free_port(), Counted()
     with act_server(kind, port, 1, 0, policy):
         return run_in_child(round_trips, kind, port, seconds)
@@ -206,7 +206,7 @@ def round_trips(kind: str, port: int, seconds: float) -> float:
 
 
 def bulk(kind: str, seconds: float) -> float:
-    """GB/s of large replies whose every byte is read, two requests open."""
+    """Returns GB/s of large replies, with two requests open; every byte is read."""
     port = free_port()
     data = np.random.default_rng(0).integers(0, 255, BULK_BYTES, np.uint8)
     server: Any = (
@@ -238,7 +238,7 @@ def consume(kind: str, port: int, seconds: float) -> float:
 
 
 def idle(kind: str, seconds: float) -> float:
-    """CPU use of two servers and 16 clients that do nothing, in % of a core."""
+    """Returns the CPU use of two servers and 16 idle clients, in % of a core."""
     ports = [free_port(), free_port()]
     servers = Process(idle_servers, kind, ports)
     clients = [Process(idle_client, kind, ports) for _ in range(16)]
@@ -284,7 +284,7 @@ def idle_client(kind: str, ports: list[int]) -> None:
 
 
 def many_clients(count: int, seconds: float) -> float:
-    """Rows a second with far more clients than cores."""
+    """Returns rows per second with far more clients than cores."""
     port, policy = free_port(), Counted()
     processes = [Process(client_threads, port, count // 4) for _ in range(4)]
     with act_server("ours", port, 64, 0, policy):
@@ -307,7 +307,7 @@ def client_threads(port: int, count: int) -> None:
 
 
 def slow_client(seconds: float) -> tuple[float, float]:
-    """Rows a second of 15 workers alone, and beside one that takes 1 s a step."""
+    """Returns rows per second of 15 workers, alone and beside one with 1 s per step."""
     rates = []
     for slow in (0, 1):
         port, policy = free_port(), Counted()
@@ -323,7 +323,7 @@ def slow_client(seconds: float) -> tuple[float, float]:
 
 
 def slow_worker(port: int) -> None:
-    """Asks once a second."""
+    """Asks for an action once per second."""
     client = make_client("ours", port, slots=1)
     while True:
         client.act(observation(0)).result()
@@ -334,13 +334,13 @@ def slow_worker(port: int) -> None:
 
 
 def with_processes(processes: list[Process]) -> None:
-    """Starts them all."""
+    """Starts all processes."""
     for process in processes:
         process.start()
 
 
 def stop(processes: list[Process]) -> None:
-    """Ends them all at once."""
+    """Kills all processes at the same time."""
     threads = [
         threading.Thread(target=process.kill, args=(0,)) for process in processes
     ]
@@ -351,7 +351,7 @@ def stop(processes: list[Process]) -> None:
 
 
 def run_in_child(function: Callable[..., float], *args: Any) -> float:
-    """Calls a function in another process and returns its number."""
+    """Calls a function in another process and returns its result."""
     port = free_port()
     answers: list[float] = []
     server = Server(port)
@@ -369,7 +369,7 @@ def report(function: Callable[..., float], args: tuple, port: int) -> None:
 
 
 def cpu_seconds(processes: list[Process]) -> float:
-    """CPU time that processes and their children have used."""
+    """Returns the CPU time that processes and their children have used."""
     total = 0.0
     for process in processes:
         parent = psutil.Process(process.pid)

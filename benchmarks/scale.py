@@ -3,16 +3,16 @@
     python -m benchmarks.scale [--quick]
 
 The roles are those of a run, each in its process, with a random agent and the remote
-link (ZeroMQ with encryption, no shared memory). Env clients are many to a process, and
+link (ZeroMQ with encryption, no shared memory). Many env clients share a process, and
 do nothing but ask for actions, each with an observation of 64 x 64 x 3 bytes:
 
 - as fast as they can: rows/s, and how much memory actor and replay need per client;
 - at half of that rate: p50 and p99 of a round trip;
 - the process of 200 of them is killed, and started again.
 
-Then stacked environments behind a relay, which delays every byte, against the same
+Then stacked environments behind a relay that delays every byte, compared with the same
 relay without a delay. The last line is one JSON object. Clients and servers share the
-processors of this machine, so that its rates are lower than those of several.
+processors of this machine, so that rates are lower than on several machines.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def serve_actor(args: Any) -> None:
         target=parallel_actor, args=(RandomAgent(OBS, ACT), barrier, args), daemon=True
     )
     thread.start()
-    barrier.wait()  # In place of a learner, which has nothing to restore.
+    barrier.wait()  # In place of the learner; there is no checkpoint to restore.
     thread.join()
 
 
@@ -138,7 +138,7 @@ class Roles:
         return {name: used.user + used.system for name, used in times.items()}
 
     def errors(self) -> dict[str, float]:
-        """Returns what the links of actor and replay count as errors, if there are."""
+        """Returns the error counts of the links that are not zero, by metric."""
         counts: dict[str, float] = {}
         for line in self._metrics.read_text().splitlines():
             for key, value in json.loads(line).items():
@@ -167,7 +167,7 @@ def started_roles(count: int) -> Iterator[Roles]:
 
 
 def many_clients(count: int, seconds: float, vanish: int = 0) -> dict[str, Any]:
-    """Measures a number of env clients; some vanish at last, if they are told to."""
+    """Measures `count` env clients; at last, kills `vanish` of them if it is not 0."""
     per_process = vanish or PER_PROCESS
     with started_roles(count) as roles:
         before = roles.memory()
@@ -185,7 +185,7 @@ def many_clients(count: int, seconds: float, vanish: int = 0) -> dict[str, Any]:
             result["actor_mb_per_client"] = (
                 (after["actor"] - before["actor"]) / count / MB
             )
-            # Less what it stores, which is not for the clients' sake.
+            # Less the stored steps, which are not memory for clients.
             grown = after["replay"] - before["replay"] - stored
             result["replay_mb_per_client"] = grown / count / MB
             result["replay_stored_mb"] = stored / MB
@@ -200,11 +200,11 @@ def many_clients(count: int, seconds: float, vanish: int = 0) -> dict[str, Any]:
 def saturated(
     crowds: Crowds, roles: Roles, seconds: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Lets all ask as fast as they can.
+    """Lets all clients ask as fast as they can.
 
     Returns:
-      Rates and round trips, and the processor time of each role per row, which also
-      means something on a machine that is busy otherwise.
+      Rates and round trips, and the processor time of each role per row, which is
+      meaningful even on a machine with other load.
     """
     before, rows = roles.cpu_seconds(), crowds.rows
     full = crowds.measure(seconds)
@@ -237,7 +237,7 @@ def vanished(
 def delayed(count: int, stacked: int, delay: float, seconds: float) -> dict[str, Any]:
     """Measures environments behind a relay; `stacked` of them share a call.
 
-    As in env workers, those with several environments have two calls open.
+    Like env workers, clients with several environments have two calls open.
     """
     groups = 2 if stacked > 1 else 1
     port = free_port()

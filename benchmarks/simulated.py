@@ -1,13 +1,13 @@
-"""Learner duty with a device that is a clock: what all but the device costs.
+"""Measures learner duty on a simulated device: what everything else costs.
 
     python -m benchmarks.simulated --cases 512:16 32:64:4 32:16
 
 Runs `embodied.run.parallel.combined` with dummy environments and an agent that computes
-nothing: updates and policy steps take as long as they are told to, one after the other,
-as on one device. Batches, latents, actions and metrics have the sizes of size12m, and
-take the ways that they always take. So it tells, on any machine, whether processes,
-transport and replay keep up with a device, and in which cases policy steps between
-updates are what limits it. Prints one JSON object a case.
+nothing: updates and policy steps take a given time each, one after the other, as on one
+device. Batches, latents, actions and metrics have the sizes of size12m, and take the
+same paths as in real runs. This shows, on any machine, whether processes, transport and
+replay keep up with a device, and in which cases policy steps between updates are the
+limit. Prints one JSON object per case.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AHEAD = 2  # Batches that wait on the device.
 
 
 class Clock:
-    """A device that works off its queue in order. `_lock` guards when it is free."""
+    """A simulated device with a queue. `_lock` guards the time at which it is free."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,13 +56,13 @@ class Clock:
 
 
 class ClockAgent(RandomAgent):
-    """Takes the time of an agent on a device, and gives and takes arrays like it.
+    """Takes as long as an agent on a device, with arrays of the same sizes.
 
     Args:
       obs_space: of the environments.
       act_space: of the environments.
       update: seconds of an update on the device.
-      launch: seconds that the processor needs to queue one.
+      launch: seconds that the processor needs to queue an update.
       policy: seconds of a policy step on the device.
     """
 
@@ -90,7 +90,7 @@ class ClockAgent(RandomAgent):
         )
 
     def train(self, carry: Tree, batch: Mapping[str, Array]) -> tuple[Tree, Any, Any]:
-        """Queues an update and waits for the one before."""
+        """Queues an update and waits for the previous one."""
         done = self._clock.queue(self._seconds["update"])
         time.sleep(self._seconds["launch"])
         steps = np.asarray(batch["stepid"])[:, 1:]
@@ -104,14 +104,14 @@ class ClockAgent(RandomAgent):
     def policy(
         self, carry: Tree, obs: dict[str, Array], mode: str = "train"
     ) -> tuple[Tree, dict[str, Array], dict[str, Array]]:
-        """Acts at random, when the device comes to it."""
+        """Acts at random, once the device has done this step of its queue."""
         wait_until(self._clock.queue(self._seconds["policy"]))
         carry, actions, _ = super().policy(carry, obs, mode)
         return carry, actions, latents((len(obs["is_first"]),))
 
 
 def latents(lead: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Latents as an agent stores them, in bytes if not in dtype."""
+    """Returns latents with the bytes, though not the dtypes, of an agent's."""
     return {
         "dyn/deter": np.zeros((*lead, DETER), np.uint16),
         "dyn/stoch": np.zeros((*lead, STOCH), np.uint8),

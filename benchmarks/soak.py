@@ -1,10 +1,10 @@
-"""Runs a parallel run for long, and watches memory, descriptors and threads of roles.
+"""Watches memory, descriptors and threads of the roles of a long parallel run.
 
     python -m benchmarks.soak --minutes 60 --out docs/results/soak.jsonl
 
-Every half minute it writes one line for each role. At the end it fits a line to the
-second half of each curve and prints how much it rises in an hour. The last line is one
-JSON object.
+The file has one line for each role and half minute. At the end a straight line is
+fitted to the second half of each curve, and its rise per hour is printed. The last line
+of the output is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-EVERY = 30.0  # Seconds between looks.
+EVERY = 30.0  # Seconds between measurements.
 MEASURES = ("rss_mb", "files", "threads")
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def watch(folder: str, seconds: float, flags: Sequence[str]) -> list[dict[str, Any]]:
-    """Runs the whole system and looks at its processes."""
+    """Runs the whole system and measures its processes at intervals."""
     command = [sys.executable, "-m", "dreamerv3.main", "--configs", "debug"]
     command += ["--script", "parallel", "--task", "dummy_disc", "--logdir", folder]
     command += ["--run.envs", "4", "--run.eval_envs", "1", "--run.save_every", "60"]
@@ -85,7 +85,7 @@ def look(pid: int, seconds: float) -> list[dict[str, Any]]:
                 "processes": 1,
             }
         except (psutil.Error, IndexError):
-            continue  # It has just ended.
+            continue  # The process has ended meanwhile.
         totals.setdefault(role, collections.Counter()).update(values)
     return [{"seconds": round(seconds, 1), "role": r, **t} for r, t in totals.items()]
 

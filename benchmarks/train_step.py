@@ -7,11 +7,11 @@ Images of 64x64x3 and 17 discrete actions. Updates are calls of `agent.train` on
 batch that stays on the device; a policy step is a call of `agent.policy_table`, from
 observations to actions and latents, all in host memory. The last line is JSON:
 
-- ms_per_update, ms_per_policy: the best of some rounds, and the median.
+- ms_per_update, ms_per_policy: the best round of updates; the median policy step.
 - model_tflop: operations of the matrix products and convolutions of an update.
 - utilisation: their share of what the device can do in that time; null if unknown.
-- peak_bytes: memory of the device.
-- compile_seconds: of the update; from the persistent cache if it is there.
+- peak_bytes: most memory in use on the device.
+- compile_seconds: of the update; short if it is in the persistent cache.
 - parameters: of all networks that are trained.
 """
 
@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace, logdir: str) -> dict[str, Any]:
 def update_seconds(
     agent: Any, batch: dict[str, np.ndarray], options: argparse.Namespace
 ) -> tuple[float, float]:
-    """Returns the time of an update, and that until the first one was queued."""
+    """Returns the seconds of an update, and those until the first one was queued."""
     placed = next(iter(agent.stream([batch])))
     carry = agent.init_train(options.batch)
     started = time.perf_counter()
@@ -124,7 +124,7 @@ def policy_seconds(agent: Any, envs: int) -> float:
 
 
 def state_shapes(config: Any) -> Any:
-    """Returns the state of the agent without its numbers."""
+    """Returns the shapes and dtypes of the agent's state, without its values."""
     import jax
 
     from dreamerv3 import model
@@ -150,7 +150,7 @@ def count_update(state: Any, batch: dict[str, np.ndarray]) -> int:
 
 
 def spaces() -> tuple[dict, dict]:
-    """Spaces of the task that is measured."""
+    """Returns the spaces of the task that is measured."""
     from embodied import Space
     from embodied.envs.keys import SIGNALS
 
@@ -159,7 +159,7 @@ def spaces() -> tuple[dict, dict]:
 
 
 def make_batch(options: argparse.Namespace, rssm: Any) -> dict[str, np.ndarray]:
-    """A batch as the replay gives it, with one step of context."""
+    """Returns a batch like those of the replay, with one step of context."""
     import ml_dtypes
 
     rng = np.random.default_rng(0)
@@ -190,7 +190,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=64, help="their steps")
     parser.add_argument("--envs", type=int, default=16, help="rows of a policy step")
     parser.add_argument("--platform", default="auto", help="kind of device")
-    parser.add_argument("--dtype", default="bfloat16", help="the cpu has float32 alone")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="the CPU supports only float32"
+    )
     parser.add_argument(
         "--unroll",
         type=int,

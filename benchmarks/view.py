@@ -1,4 +1,4 @@
-"""Measures the view: its first page, a long curve, memory, idling; or a dream.
+"""Measures the view: first page, long curve, memory and idle load; or a dream.
 
     python -m benchmarks.view
     python -m benchmarks.view --dream      # Frames per second in a model of size12m.
@@ -25,7 +25,7 @@ import psutil
 
 from dreamerv3.cli.config import FILENAME, load_config
 
-ANSWER_SECONDS = 300.0  # Far above what any takes.
+ANSWER_SECONDS = 300.0  # Far more than any answer takes.
 IDLE_SECONDS = 10.0
 DREAM_STEPS = 100
 RUN_STEPS = 200  # Too few for an update, which takes minutes to compile.
@@ -65,7 +65,7 @@ def write_run(folder: pathlib.Path, config: str, rows: int) -> None:
 
 
 def measure(folder: pathlib.Path) -> dict[str, Any]:
-    """Asks a server for what a browser would ask for."""
+    """Measures a server with the requests that a browser would make."""
     with served(folder) as (address, server):
         page, _ = timed(address)
         first, content = timed(f"{address}api/runs")
@@ -89,7 +89,7 @@ def measure(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def measure_dream(logdir: pathlib.Path, size: str) -> dict[str, Any]:
-    """Lets the policy play in the model of a run, as fast as frames come."""
+    """Measures a dream in which the policy plays as fast as frames come."""
     command = [sys.executable, "-m", "dreamerv3.main", "--script", "train"]
     command += ["--configs", size, "--task", "dummy_disc", "--logdir", str(logdir)]
     command += ["--run.steps", str(RUN_STEPS), "--logger.outputs", "jsonl"]

@@ -2,19 +2,21 @@
 
     python -m benchmarks.walks [--list]
 
-All roles run as threads of one process, and a profile hook notes every function of
-ours that is called meanwhile: for some steps of an environment until the replay has
-them, for some updates until the replay has their recurrent states, and for a save until
-it is committed. Threads of servers that a walk does not pass, but which are at work at
-the same time, are left out: the logger's for an observation, the logger's and the
-actor's for a batch. The last line is JSON: the number of modules of each walk, and of
-the save without those of the transport.
+All roles run as threads of one process, and a profile hook records every function of
+this project that is called meanwhile: for some steps of an environment until the replay
+has them, for some updates until the replay has their recurrent states, and for a save
+until it is committed. Each walk is repeated, and only modules that every repetition
+calls are counted: heartbeats and live figures, which run every few seconds beside it,
+are not in all of them. Threads of servers that a walk does not pass, but that are at
+work at the same time, are left out: the logger's for an observation, the logger's and
+the actor's for a batch. With `--list`, the modules and their functions are shown. The
+last line is JSON: the number of modules of each walk, and of the save without those of
+the transport.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import os
@@ -22,58 +24,80 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 PACKAGES = ("embodied", "dreamerv3")
-STEPS, UPDATES = 20, 5
+STEPS, UPDATES = 20, 5  # Of one repetition.
+REPETITIONS = 5
 SECONDS = 300.0  # For compiling, and everything else that is waited for.
 
 
+Walk = dict[str, set[str]]  # Functions by module.
+
+
 class Recorder:
-    """Notes the modules of this project whose functions are called while it is on."""
+    """Records the functions of this project that are called while it is on."""
 
     def __init__(self) -> None:
         self._root = Path(__file__).resolve().parents[1]
         self._on = False
         self._others: tuple[str, ...] = ()
-        self._files: set[str] = set()
+        self._calls: set[tuple[str, str]] = set()
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         """Is called by the interpreter for every call, in every thread."""
         if not self._on or event != "call":
             return
         if not threading.current_thread().name.startswith(self._others):
-            self._files.add(frame.f_code.co_filename)
+            code = frame.f_code
+            self._calls.add((code.co_filename, code.co_qualname))
 
-    @contextlib.contextmanager
-    def recorded(self, *others: str) -> Iterator[set[str]]:
-        """Yields a set that has the modules at the end of the block.
+    def walk(
+        self,
+        action: Callable[[], None],
+        *others: str,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> Walk:
+        """Repeats an action; returns the modules that every repetition calls.
 
         Args:
+          action: returns when all that it has caused is done.
           *others: beginnings of the names of threads that are left out.
+          prepare: called before every repetition, and not recorded.
         """
-        found: set[str] = set()
-        self._others = others
-        self._files, self._on = set(), True
+        walks = []
+        for _ in range(REPETITIONS):
+            prepare()
+            walks.append(self._record(action, others))
+        common = set.intersection(*(set(walk) for walk in walks))
+        return {name: set.union(*(walk[name] for walk in walks)) for name in common}
+
+    def _record(self, action: Callable[[], None], others: tuple[str, ...]) -> Walk:
+        self._others, self._calls = others, set()
+        self._on = True
         try:
-            yield found
+            action()
         finally:
             self._on = False
-            for name in self._files:
-                path = Path(name)
-                if path.is_relative_to(self._root):
-                    module = path.relative_to(self._root)
-                    if module.parts[0] in PACKAGES:
-                        found.add(str(module))
+        found: Walk = {}
+        for name, function in self._calls:
+            path = Path(name)
+            if path.is_relative_to(self._root):
+                module = path.relative_to(self._root)
+                if module.parts[0] in PACKAGES:
+                    found.setdefault(str(module), set()).add(function)
+        return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the walks."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--list", action="store_true", help="also show the modules")
+    parser.add_argument(
+        "--list", action="store_true", help="also show modules and functions"
+    )
     options = parser.parse_args(argv)
     recorder = Recorder()
     # Before any thread of ours is there, and so for all of them.
@@ -86,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os._exit(0)  # Threads that serve would wait for a signal.
 
 
-def run(recorder: Recorder, folder: str) -> dict[str, set[str]]:
-    """Starts the roles; returns the modules by walk."""
+def run(recorder: Recorder, folder: str) -> dict[str, Walk]:
+    """Starts the roles; returns the walks by name."""
     from dreamerv3.cli import factories
     from dreamerv3.cli.config import load_config, make_args
     from embodied.run.parallel import actor, env, logger, replay, wiring
@@ -131,25 +155,38 @@ def run(recorder: Recorder, folder: str) -> dict[str, set[str]]:
         connection.connect(timeout=SECONDS)
     inserts = counter(stored, "inserts")
     wait_until(lambda: inserts() >= 1_000)
-    walks: dict[str, set[str]] = {}
-    with recorder.recorded("logger") as walks["observation"]:
+
+    def observe() -> None:
+        before = inserts()
         for _ in range(STEPS):
             gate.release()
-        wait_until(lambda: inserts() >= 1_000 + STEPS)
+        wait_until(lambda: inserts() >= before + STEPS)
+
+    walks = {"observation": recorder.walk(observe, "logger")}
     batches = iter(agent.stream(RemoteStream(samples, "train", AHEAD)))
     learner = Learner(agent, batches, client, log, settings)
     updates = counter(stored, "updates")
-    for _ in range(UPDATES):
-        learner.step()
-    before = updates()
-    with recorder.recorded("logger", "actor") as walks["batch"]:
+
+    def train() -> None:
+        before = updates()
         for _ in range(UPDATES):
             learner.step()
         wait_until(lambda: updates() >= before + UPDATES)
+
+    for _ in range(UPDATES + 1):  # The states of an update are sent after the next.
+        learner.step()
+    walks["batch"] = recorder.walk(train, "logger", "actor")
     conductor = Conductor(agent, client, log, settings)
-    with recorder.recorded() as walks["save"]:
+
+    def save() -> None:
         conductor.save(learner.updates)
         assert conductor.wait(), "the save failed"
+
+    def progress() -> None:
+        observe()  # So that every save has something to write.
+        train()
+
+    walks["save"] = recorder.walk(save, prepare=progress)
     return walks
 
 
@@ -187,15 +224,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def print_table(walks: dict[str, set[str]], every: bool) -> None:
+def print_table(walks: dict[str, Walk], every: bool) -> None:
     """Prints the walks, the last line as JSON."""
     counts = {}
-    for name, modules in walks.items():
-        counts[name] = len(modules)
-        print(f"{name}: {len(modules)} modules")
-        if every:
-            print(*(f"  {module}" for module in sorted(modules)), sep="\n")
-    transport = {x for x in walks["save"] if x.startswith("embodied/rpc/")}
+    for name, walk in walks.items():
+        counts[name] = len(walk)
+        print(f"{name}: {len(walk)} modules")
+        for module in sorted(walk) if every else ():
+            print(f"  {module}: {', '.join(sorted(walk[module]))}")
+    transport = [x for x in walks["save"] if x.startswith("embodied/rpc/")]
     counts["save_without_transport"] = counts["save"] - len(transport)
     print(json.dumps(counts))
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from dreamerv3 import main
 
-# A small agent that sees thirty steps ahead and likes to try things out.
+# A small agent with a horizon of thirty steps that explores a lot.
 SETTINGS = """--task custom_env:Lights --configs cartpole --run.steps 6000
     --agent.horizon 30 --agent.imag_length 8 --agent.imag_loss.actent 1e-2"""
 
@@ -26,7 +26,7 @@ class Lights(gymnasium.Env):
 
     Three switches at most are needed. The reward is 1 when all lights are off, which
     ends the episode, as do ten steps. A random policy scores 0.11; after a minute or
-    two of training on two cores nearly all are solved.
+    two of training on two cores, nearly all episodes are solved.
     """
 
     observation_space = gymnasium.spaces.Box(0, 1, (7,), np.float32)

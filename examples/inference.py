@@ -4,8 +4,8 @@
     python examples/inference.py logdir/demo --episodes 5 --greedy
 
 The policy needs neither the replay of the run nor its environments: put an environment
-of your own in place of `make_env`. Observations are dicts of what `policy.obs_space`
-lists; `reward`, `is_last` and so on need not be among them.
+of your own in place of `make_env`. Observations are dicts with the keys of
+`policy.obs_space`; `reward`, `is_last` and so on may be left out.
 """
 
 import argparse
@@ -25,7 +25,9 @@ def main():
     parser.add_argument("--episodes", type=int, default=1)
     parser.add_argument("--greedy", action="store_true", help="do not sample actions")
     parser.add_argument("--platform", default="auto", help="cpu, cuda or tpu")
-    parser.add_argument("--task", help="of a run of a stranger, if it names code")
+    parser.add_argument(
+        "--task", help="the task, if it names code and the run is not yours"
+    )
     args = parser.parse_args()
 
     sample = False if args.greedy else None

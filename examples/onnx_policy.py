@@ -55,7 +55,7 @@ class Policy:
         return actions
 
     def noise(self):
-        """Gumbel noise of states and discrete actions, normal of continuous ones."""
+        """Returns Gumbel noise for states and discrete actions, normal for others."""
         noise = {}
         for name in self.signature["inputs"]:
             if not name.startswith("noise/"):

@@ -26,7 +26,7 @@ class SmoothAgent(dreamerv3.Agent):
 
     @staticmethod
     def extra_losses(params, states, data):
-        """Losses [B, T] by name.
+        """Returns losses [B, T] by name.
 
         Args:
           params: the networks: `enc`, `dyn`, `dec`, `rew`, `con`, `pol`, `val`.
@@ -36,7 +36,7 @@ class SmoothAgent(dreamerv3.Agent):
         deter = states["deter"].astype(jnp.float32)
         change = jnp.square(deter[:, 1:] - deter[:, :-1]).mean(-1)
         change = jnp.pad(change, ((0, 0), (1, 0)))
-        # Episodes may begin with whatever they want.
+        # The first state of an episode may differ from the one before it.
         return {"smooth": jnp.where(data["is_first"], 0.0, change)}
 
 

@@ -1,12 +1,12 @@
-"""A chaos test: harms real parallel runs, and then reads what is left by itself.
+"""A chaos test: harms real parallel runs, and then checks their files on its own.
 
     python -m benchmarks.chaos --minutes 20 --seed 0
 
-It knows of the product only what users know: the command line, signals, and the files
-of a logdir. The modules:
+It uses only those parts of the product that users know: the command line, signals, and
+the files of a logdir. The modules:
 
     numbered_env   the task of the runs; every observation says which step it is
-    programs       programs that are started, their roles, and their end by id
+    programs       starts programs, finds their roles, and ends them by process id
     network        two hosts as network namespaces
     proxy          a TCP proxy that cuts, stalls and delays connections
     site           one run with all that belongs to it, in one topology

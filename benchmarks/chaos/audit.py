@@ -1,4 +1,4 @@
-"""Checks of what a run has stored, and the account of what it has lost.
+"""Checks what a run has stored, and accounts for what it has lost.
 
 Two witnesses are compared: the traces that the environments left, and the files of the
 logdir. A transition that is in a trace and not in the newest checkpoint is lost; every
@@ -22,7 +22,7 @@ from benchmarks.chaos.numbered_env import episode_length, reward_of
 REPLAYS = ("replay", "replay_eval")
 KEPT = 3  # Checkpoints that a run keeps by default.
 IN_FLIGHT = 16  # Steps of an environment on their way when a save begins.
-STALE = 5.0  # Seconds after the last step of a life; none is on its way any more.
+STALE = 5.0  # Seconds after the last step of a life when none is on its way any more.
 EXPLAIN = frozenset(("agent", "replay", "launcher", "end"))
 
 
@@ -33,9 +33,10 @@ class Window:
     Args:
       kind: of the fault.
       begin: when the save began that the run, or a role, went back to.
-      fault: when the fault came.
+      fault: when the fault happened.
       end: when the run trained again.
-      roles: that went back to it; "launcher" for all of them, "end" at the end.
+      roles: roles that went back to that save; "launcher" for all of them, "end" for
+        the end of the run.
     """
 
     kind: str
@@ -81,7 +82,7 @@ class Stored:
 
 
 def read_stored(logdir: pathlib.Path, damaged: Collection[str] = ()) -> Stored:
-    """Reads the newest whole checkpoint, and checks all that can be checked in it.
+    """Reads the newest whole checkpoint, and checks its files and transitions.
 
     Args:
       logdir: of the run.
@@ -91,7 +92,8 @@ def read_stored(logdir: pathlib.Path, damaged: Collection[str] = ()) -> Stored:
     problems = [x for x in problems if not any(path in x for path in damaged)]
     counts: collections.Counter[str] = collections.Counter()
     whole = []
-    # Of others, a kill may have come between the removal of their files and their own.
+    # Older ones may lack files: a kill can come between their removal and that of the
+    # manifest.
     for manifest in found[-KEPT:]:
         damage = reader.damage(logdir, manifest)
         if not any(manifest.files[path]["required"] for path in damage):
@@ -122,12 +124,12 @@ def read_stored(logdir: pathlib.Path, damaged: Collection[str] = ()) -> Stored:
 
 
 def check_stream(stream: reader.Stream) -> collections.Counter[str]:
-    """Returns how often the steps of a stream are not what they should be.
+    """Counts the irregular steps of a stream, by kind.
 
-    Counts `gaps`, where a step is followed by another one than its successor without
-    the mark of a beginning; `mixed`, transitions whose parts do not belong together;
-    `breaks`, where a marked beginning is no successor; and `torn_episodes`, beginnings
-    in the middle of an episode of the environment.
+    These are `gaps`, steps that do not follow the one before and are not marked as
+    first; `mixed`, transitions whose parts do not belong together; `breaks`, steps that
+    do not follow the one before but are marked as first; and `torn_episodes`, steps
+    that are marked as first in the middle of an episode of the environment.
     """
     where, first = stream.where, stream.arrays["is_first"].astype(bool)
     env, life, episode, step, counter = where.T
@@ -171,7 +173,7 @@ class Losses:
       by_kind: how many each kind of fault explains.
       worst: the most that one fault explains.
       seconds: the longest time between a lost transition and its fault, by kind.
-      unexplained: those that nothing explains, some of them in words.
+      unexplained: descriptions of those that nothing explains.
     """
 
     made: int = 0
@@ -184,7 +186,7 @@ class Losses:
 
     @property
     def total(self) -> int:
-        """All that are lost."""
+        """Number of all lost transitions."""
         return self.by_kind.total()
 
 
@@ -195,14 +197,14 @@ def account(
     excused: set[tuple[int, int]],
     sequence: int,
 ) -> Losses:
-    """Finds out what was lost, and why.
+    """Finds the lost transitions and their causes.
 
     Args:
       traces: of the environments.
       stored: counters of the stored transitions by life.
       windows: times in which transitions may be lost.
       excused: transitions, as life and counter, whose files were damaged on purpose.
-      sequence: steps of a sequence. Streams that end before their first are dropped.
+      sequence: steps of a sequence; streams that are shorter are dropped.
     """
     losses = Losses()
     each: collections.Counter[int] = collections.Counter()
@@ -240,11 +242,11 @@ def account(
 def _causes(
     times: np.ndarray, missing: np.ndarray, windows: list[Window], sequence: int
 ) -> np.ndarray:
-    """Returns which window explains each missing step, or -1."""
+    """Returns the index of the window that explains each missing step, or -1."""
     causes = np.full(len(missing), -1)
     for number, window in enumerate(windows):
         if not window.loses_transitions or times[-1] < window.begin - STALE:
-            continue  # Or the environment had ended long before.
+            continue  # Nothing was lost, or the environment had ended long before.
         begin = np.searchsorted(times, window.begin) - IN_FLIGHT
         end = np.searchsorted(times, window.end) + sequence
         causes[(causes < 0) & (missing >= begin) & (missing < end)] = number
@@ -270,7 +272,7 @@ def made_within(
     begin: float,
     end: float,
 ) -> int:
-    """Returns how many steps some environments made in a time."""
+    """Returns how many steps some environments made between two times."""
     chosen = set(envs)
     return sum(
         int(((times >= begin) & (times <= end)).sum())
@@ -280,11 +282,11 @@ def made_within(
 
 
 def lost_together(windows: Iterable[Window], *roles: str) -> list[tuple[float, float]]:
-    """Returns the times whose state all of some roles have lost, one by one or at once.
+    """Returns the time spans that all of some roles have lost, whether at once or not.
 
     Args:
       windows: of the faults.
-      roles: that went back to the same save, by themselves.
+      roles: names of roles, which have all gone back to the same save.
     """
     groups: dict[float, list[Window]] = {}
     for window in windows:
@@ -297,11 +299,11 @@ def lost_together(windows: Iterable[Window], *roles: str) -> list[tuple[float, f
 
 
 def check_leftovers(logdir: pathlib.Path, started: float) -> tuple[list[str], int]:
-    """Looks for files that a run which has ended in order should not have left.
+    """Looks for files that a run should not have left after ending in order.
 
     Args:
       logdir: of the run.
-      started: when its programs were last started, which removes what was left.
+      started: when its programs were last started; a start removes leftovers.
 
     Returns:
       What is wrong, and the number of files that roles killed since then have left.
@@ -324,7 +326,7 @@ def check_leftovers(logdir: pathlib.Path, started: float) -> tuple[list[str], in
 
 
 def check_metrics(logdir: pathlib.Path) -> dict[str, int]:
-    """Returns lines that are not whole, and how often steps go back."""
+    """Returns the number of torn lines, and how often steps go back."""
     result = {"torn_lines": 0, "timeline_jumps": 0}
     for name in ("metrics.jsonl", "scores.jsonl"):
         lines, torn = reader.read_lines(logdir / name)

@@ -49,15 +49,15 @@ LONGEST = 150.0  # Seconds of one run.
 # Samples by which training and collecting may differ at any moment: what the limiter
 # tolerates, batches and steps on their way, and what comes before training begins.
 IN_BETWEEN = int(2 * (4 * BATCH + 6 * BATCH + 5 * RATIO * ENVS) + BATCH * LENGTH)
-# Samples by which that may change when a role goes back to a save without the others:
-# counts of the replay were as far apart then as they may be at any moment; of an agent,
-# steps on their way reach one of replay and logger and not the other.
+# Samples by which that difference may change when a role goes back to a save without
+# the others: in the replay's save, counts may differ by as much as at any moment; when
+# an agent is lost, steps on their way may reach only one of replay and logger.
 DRIFT = collections.Counter(replay=IN_BETWEEN // 2, agent=int(5 * RATIO * ENVS))
 LATE = 10.0  # Seconds that a save may take, or wait for a busy machine.
-# Faults that keep a run from saving, or take its last save.
+# Faults that keep a run from saving, or destroy its last save.
 WITHOUT_SAVES = ("fill_disk", "damage_file")
 MEMORY = 2.0  # Factor by which memory and descriptors may grow within a run.
-# Counts that must be zero. The others are told, not judged.
+# Counts that must be zero. The others are only reported.
 MUST_BE_ZERO = (
     *("gaps", "duplicates", "mixed", "unexplained"),
     *("torn_lines", "timeline_jumps"),
@@ -66,10 +66,10 @@ MUST_BE_ZERO = (
 
 @dataclasses.dataclass
 class Record:
-    """All that a campaign has seen.
+    """The results of a campaign.
 
     Args:
-      faults: seconds until training went on, of each fault by kind.
+      faults: seconds until training went on after each fault, by kind.
       counts: sums over all runs.
       lost: transitions that are not in the last checkpoint, by kind of fault.
       lost_seconds: the longest time between a lost transition and its fault, by kind.
@@ -100,7 +100,7 @@ class Record:
             self.worst[name] = round(max(self.worst.get(name, value), value), 2)
 
     def summary(self) -> dict[str, Any]:
-        """Returns what the last line shows."""
+        """Returns the content of the last line of output."""
         every = [seconds for found in self.faults.values() for seconds in found]
         kinds = sorted(self.faults.items())
         return {
@@ -156,7 +156,7 @@ def run_campaign(options: argparse.Namespace, record: Record) -> None:
             continue
         seconds = max(share, topology.shortest)
         if left - seconds < topology.shortest:
-            seconds = min(left, LONGEST)  # The rest would be too short for another.
+            seconds = min(left, LONGEST)  # The rest is too short for another run.
         folder = pathlib.Path(tempfile.mkdtemp(prefix="chaos-"))
         try:
             failed = len(record.failures)
@@ -177,7 +177,7 @@ def run_once(
     record: Record,
     options: argparse.Namespace,
 ) -> None:
-    """Starts a run, harms it for a while, ends it, and looks at what it leaves."""
+    """Starts a run, harms it for a while, ends it, and checks what it leaves."""
     end = time.monotonic() + seconds - ENDING
     record.runs[topology.name] += 1
     say(f"run {topology.name} for {seconds:.0f} s")
@@ -199,7 +199,7 @@ def run_once(
             site.close_windows()
             return
         finally:
-            if options.keep and site.limited:  # It goes with the disk.
+            if options.keep and site.limited:  # The logdir goes with the disk.
                 shutil.copytree(site.logdir, folder / "logdir", dirs_exist_ok=True)
         check_stored(site, record)
 
@@ -207,7 +207,7 @@ def run_once(
 def harm(
     site: Site, end: float, choose: random.Random, record: Record, only: Sequence[str]
 ) -> None:
-    """Does harm until the time is over; kinds that were rarest come first."""
+    """Harms a run until the time is over; the rarest kinds of faults come first."""
     possible = faults.applicable(site)
     kinds = [kind for kind in possible if not only or kind in only]
     while time.monotonic() < end and kinds:
@@ -248,10 +248,10 @@ def check_usage(site: Site, level: dict[str, float], record: Record) -> None:
 
 
 def check_left(site: Site, record: Record) -> None:
-    """Nothing is left of a run that has ended, apart from its logdir."""
+    """Checks that a run that has ended has left nothing but its logdir."""
     if "proxy" in site.programs:
         site.programs["proxy"].destroy()
-    # With their processes go sockets and shared memory, which have no names.
+    # Sockets and shared memory have no names, so they end with their processes.
     if not poll(lambda: not site.mark.processes(), 10):
         left = [" ".join(x.cmdline())[-80:] for x in site.mark.processes()]
         fail(record, site, f"processes are left: {left}")
@@ -273,7 +273,7 @@ def check_left(site: Site, record: Record) -> None:
 
 
 def check_stored(site: Site, record: Record) -> None:
-    """Compares what was stored, logged and trained with what was made."""
+    """Compares what was stored, logged and trained with the steps that were made."""
     try:
         stored = site.audit()
     except Failure as failure:
@@ -315,9 +315,9 @@ def check_ratio(
     """Compares steps of the logger, transitions of the replay, and updates.
 
     Roles that were killed alone have gone back to their last save without the others;
-    what they counted may differ by what was made since. Updates in the weights keep to
-    the steps all the same: an agent makes those again that it has lost, as long as the
-    replay has not gone back to the same save, and so lost what it would train on.
+    their counts may differ by the steps made since. The updates in the weights still
+    match the steps: an agent repeats the updates that it has lost, unless the replay
+    has gone back to the same save and thus lost the steps to train on.
     """
     assert stored.manifest is not None
     found = audit.read_counts(site.logdir, stored.manifest)
@@ -359,7 +359,7 @@ def check_ratio(
 
 
 def fail(record: Record, site: Site, text: str) -> None:
-    """Notes a promise that was not kept."""
+    """Records a promise that was not kept."""
     record.failures.append(f"{site.topology.name}: {text}")
     say(f"FAILED {record.failures[-1]}")
 

@@ -1,6 +1,6 @@
 """The harm that can be done to a run: a function for each kind.
 
-They return when the harm is over and the programs that it ended are started again.
+Each returns when the harm is over and the programs that it ended are started again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from benchmarks.chaos.site import SEQUENCE, Site
 
 
 class Harm(NamedTuple):
-    """What was done, in words, and since when the run can recover."""
+    """What was done, in words, and the time since which the run can recover."""
 
     note: str
     since: float
 
 
 Fault = Callable[[Site, random.Random], Harm]
-STATEFUL = ("agent", "replay", "logger")  # They go back to their last save.
+STATEFUL = ("agent", "replay", "logger")  # Roles that go back to their last save.
 
 
 def kill_role(site: Site, choose: random.Random, prefix: str) -> Harm:
@@ -53,7 +53,7 @@ def kill_env_host(site: Site, choose: random.Random) -> Harm:
 
 
 def stop_role(site: Site, choose: random.Random) -> Harm:
-    """Stops a process for some seconds, which then goes on."""
+    """Suspends a process for some seconds."""
     name = choose.choice(sorted(site.roles()))
     seconds = choose.uniform(0.5, 5.0)
     pid = site.roles()[name]
@@ -88,7 +88,7 @@ def kill_while_starting(site: Site, choose: random.Random) -> Harm:
 
 
 def kill_while_saving(site: Site, choose: random.Random) -> Harm:
-    """Kills the launcher or a role when files of a save are there, but no commit."""
+    """Kills the launcher or a role between the first file and the commit of a save."""
     agent = ["agent"] if site.topology.process else []
     name = choose.choice(["launcher", "replay", "logger", *agent])
     if not poll(lambda: _is_saving(site), 30, every=0.001):
@@ -114,7 +114,7 @@ def restart(site: Site, choose: random.Random) -> Harm:
 def damage_file(site: Site, choose: random.Random) -> Harm:
     """Kills the launcher, damages one file of the logdir, and starts again."""
     _expect_launcher_loss(site, "damage_file")
-    site.wait_for_save(time.time())  # The run may have to go back one more.
+    site.wait_for_save(time.time())  # The run may have to go back one more save.
     site.crash()
     if "replay" in site.programs:
         site.programs["replay"].destroy()
@@ -125,7 +125,7 @@ def damage_file(site: Site, choose: random.Random) -> Harm:
     if target == "chunk":
         _excuse(site, path)
     elif target != "older":
-        site.kept = {}  # An older checkpoint counts.
+        site.kept = {}  # The run goes back to an older checkpoint.
     how = choose.choice([_truncate, _delete, _flip])
     how(site.logdir / path, choose)
     site.damaged.add(path)
@@ -136,7 +136,7 @@ def damage_file(site: Site, choose: random.Random) -> Harm:
     def is_told() -> bool:
         return any(name in site.shown(x)[start:] for x, start in before.items())
 
-    # Whoever reads the file must say which it was; older ones are not read.
+    # A program that reads the file must name it; older checkpoints are not read.
     must_tell = target != "older" and not (target == "manifest" and how is _delete)
     if must_tell and not poll(is_told, 60):
         raise Failure(f"nobody has warned of {path} ({how.__name__[1:]})")
@@ -144,7 +144,7 @@ def damage_file(site: Site, choose: random.Random) -> Harm:
 
 
 def fill_disk(site: Site, choose: random.Random) -> Harm:
-    """Fills the disk, leaves it full over some saves, and frees it again."""
+    """Fills the disk, leaves it full during some saves, and frees it again."""
     ballast = site.disk / "ballast"
     room = choose.choice([0, choose.randrange(1, 50_000)])
     try:
@@ -161,7 +161,7 @@ def fill_disk(site: Site, choose: random.Random) -> Harm:
 
 
 def slow_envs(site: Site, choose: random.Random) -> Harm:
-    """Lets every step of the environments take long for a while."""
+    """Slows down all steps of the environments for a while."""
     path = site.traces / SLOW
     path.touch()
     try:
@@ -172,7 +172,7 @@ def slow_envs(site: Site, choose: random.Random) -> Harm:
 
 
 def harm_connections(site: Site, choose: random.Random, kind: str) -> Harm:
-    """Lets the proxy cut, stall or delay what the environments send and get."""
+    """Lets the proxy cut, stall or delay the connections of the environments."""
     seconds = choose.uniform(0.2, 6.0)
     site.programs["proxy"].tell(f"{kind} {seconds:.2f}")
     time.sleep(seconds)
@@ -193,7 +193,7 @@ def pull_cable(site: Site, choose: random.Random) -> Harm:
 
 
 def applicable(site: Site) -> dict[str, Fault]:
-    """Returns the faults that can be made in a run, by kind."""
+    """Returns the faults that are possible in a run, by kind."""
     topology = site.topology
     faults: dict[str, Fault] = {
         "kill_env": functools.partial(kill_role, prefix="env-"),
@@ -236,7 +236,7 @@ def _kill(site: Site, kind: str, names: list[str], pause: float = 0.0) -> Harm:
     if lost := [name for name in names if name in STATEFUL]:
         site.expect_loss(kind, lost, site.saved())
     for pid in before.values():
-        with contextlib.suppress(ProcessLookupError):  # Gone with another one.
+        with contextlib.suppress(ProcessLookupError):  # It ended with another one.
             os.kill(pid, signal.SIGKILL)
         time.sleep(pause)
     for name in names:
@@ -256,7 +256,7 @@ def _kill(site: Site, kind: str, names: list[str], pause: float = 0.0) -> Harm:
 
 
 def _expect_launcher_loss(site: Site, kind: str) -> None:
-    # A replay of another program keeps what it has.
+    # A replay that is another program keeps its transitions.
     remote = site.topology.remote_replay
     roles = ("agent", "logger") if remote else ("launcher",)
     site.expect_loss(kind, roles, site.saved())
@@ -283,9 +283,10 @@ def _choose_file(
 
 
 def _excuse(site: Site, path: str) -> None:
-    """Notes the steps that go with a chunk file.
+    """Excuses the steps that are lost with a chunk file.
 
-    With it go steps beside it: parts of its stream that are shorter than a sequence.
+    Steps beside it may be lost too: parts of its stream that are shorter than a
+    sequence.
     """
     manifest = site.manifest()
     assert manifest is not None

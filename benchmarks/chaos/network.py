@@ -13,7 +13,7 @@ class Hosts:
     """The namespaces 'train', which has `address`, and 'env'.
 
     Each has a loopback interface and one end of the cable, and reaches nothing else.
-    They are made by `__enter__`, which raises OSError where that is not allowed.
+    They are made by `__enter__`, which raises OSError if that is not allowed.
     """
 
     address = "10.213.7.1"
@@ -32,13 +32,13 @@ class Hosts:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for name in self._names.values():  # The cable goes with its ends.
+        for name in self._names.values():  # The cable is removed with its ends.
             subprocess.run(
                 ["ip", "netns", "del", name], capture_output=True, timeout=30
             )
 
     def prefix(self, host: str) -> list[str]:
-        """Returns what to put before a command to run it on a host."""
+        """Returns the words to put before a command so that it runs on a host."""
         return ["ip", "netns", "exec", self._names[host]]
 
     def connect(self, connected: bool) -> None:

@@ -1,10 +1,9 @@
 """An environment that numbers its steps, and leaves a trace of them. Env processes.
 
 The observation `where` is (env, life, episode, step, counter): the number of the
-environment, a number that each instance draws anew, and where in its life it is. With
-them every stored transition can be told from all others, and its successor is known.
-Networks take no integers of that size, so each number is two halves of 16 bits, which
-float32 holds exactly.
+environment, a random number of each instance, and the position within its life. They
+identify every stored transition and its successor. Networks take no integers of that
+size, so each number is two halves of 16 bits, which float32 holds exactly.
 
 The trace is the independent witness of what was collected: a file per life in the
 folder CHAOS_TRACES, with the time of each step as a float64.
@@ -23,7 +22,7 @@ import numpy as np
 import embodied
 
 TRACES = "CHAOS_TRACES"
-SLOW = "slow"  # While there is such a file among the traces, steps take long.
+SLOW = "slow"  # While a file of this name is among the traces, steps are slow.
 PACE, SLOW_PACE = 0.004, 0.4  # Seconds that a step takes.
 MAX_LENGTH = 40
 
@@ -47,15 +46,15 @@ def unpack(halves: np.ndarray) -> np.ndarray:
 
 
 def reward_of(life: int, counter: int) -> float:
-    """Returns the reward of a step, so that mixed transitions are noticed."""
+    """Returns the reward of a step, which differs so that mixed-up steps show."""
     return float((life + counter) % 97) / 97
 
 
 class Numbered(embodied.Env):
-    """Episodes of random lengths whose observations say where they are.
+    """Episodes of random lengths whose observations identify their steps.
 
     Args:
-      seed: of this environment; it is its number, also in its next lives.
+      seed: number of this environment, which is the same in all of its lives.
     """
 
     def __init__(self, seed: int = 0):

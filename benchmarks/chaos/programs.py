@@ -1,7 +1,7 @@
 """Programs that the chaos test starts: their roles, their output, their end.
 
-Every program is the leader of a session of its own and has the mark of this chaos test
-in its environment, so that it and its descendants can be found, and only they.
+Every program is the leader of a session of its own and has the mark of its run in its
+environment, so that exactly this program and its descendants can be found.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Failure(Exception):
-    """A promise that was not kept; the message says which."""
+    """A promise of the product was not kept; the message says which."""
 
 
 class Program:
     """A program in a session of its own.
 
     Args:
-      argv: what to run.
+      argv: the command.
       output: file to which its output is appended.
       environ: changes to the environment variables.
     """
@@ -54,7 +54,7 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """Its process id."""
         return self._process.pid
 
     @property
@@ -87,7 +87,7 @@ class Program:
         return found
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the program alone, if it runs."""
+        """Sends a signal to the program, but not its descendants, if it is running."""
         if self.code is None:
             os.kill(self.pid, number)
 
@@ -98,7 +98,7 @@ class Program:
         return self.code
 
     def destroy(self) -> None:
-        """Ends the program and all that it started, at once."""
+        """Kills the program and all of its descendants."""
         family = self.family()
         for process in family:
             with contextlib.suppress(psutil.Error):
@@ -111,13 +111,13 @@ class Program:
 
 
 class Mark:
-    """The mark that is in the environment of all that one run consists of."""
+    """The mark in the environment variables of all processes of one run."""
 
     def __init__(self) -> None:
         self.value = secrets.token_hex(8)
 
     def processes(self) -> list[psutil.Process]:
-        """Returns all processes that carry it, whoever their parents are now."""
+        """Returns all processes with the mark, whatever their parents are now."""
         needle = f"{MARK}={self.value}".encode()
         found = []
         for entry in pathlib.Path("/proc").iterdir():
@@ -150,7 +150,7 @@ class Mark:
         return found
 
     def destroy(self) -> None:
-        """Kills what is left."""
+        """Kills all processes with the mark."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -162,7 +162,7 @@ def python(*argv: str) -> list[str]:
 
 
 def poll(condition: Callable[[], object], seconds: float, every: float = 0.1) -> bool:
-    """Waits for something that nobody signals; False if it does not come in time."""
+    """Waits until a condition holds; False if it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -173,7 +173,7 @@ def poll(condition: Callable[[], object], seconds: float, every: float = 0.1) ->
 
 @contextlib.contextmanager
 def signals_as_interrupts() -> Iterator[None]:
-    """Lets SIGTERM raise KeyboardInterrupt, so that everything is cleaned up."""
+    """Makes SIGTERM raise KeyboardInterrupt, so that everything is cleaned up."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

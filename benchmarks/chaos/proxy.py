@@ -2,8 +2,8 @@
 
     python -m benchmarks.chaos.proxy --listen HOST:PORT --to HOST:PORT
 
-While nobody listens there, new connections wait: to the one who connects it looks like
-a network without a proxy, on which packets are lost.
+While nothing listens at the target, new connections wait: for a client, this looks like
+a network that loses packets, without a proxy.
 
 Reads lines `KIND SECONDS` from its standard input, and ends with it:
 
@@ -22,11 +22,11 @@ import sys
 from collections.abc import Sequence
 
 RETRY = 0.2  # Seconds between attempts to reach the other side.
-LATE = 0.3  # Most seconds by which a piece is delayed.
+LATE = 0.3  # Largest delay of a piece of data, in seconds.
 
 
 class Proxy:
-    """Carries bytes in both directions. All of it runs in one event loop."""
+    """Carries bytes in both directions. Belongs to one event loop."""
 
     def __init__(self, host: str, port: int, seed: int = 0):
         self._target = host, port
@@ -44,7 +44,7 @@ class Proxy:
     async def serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Carries one connection until an end closes it."""
+        """Carries one connection until one of its ends closes it."""
         self._writers.add(writer)
         other = None
         try:
@@ -61,7 +61,7 @@ class Proxy:
                 end.close()
 
     async def _reach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connects to the other side, as soon as that works."""
+        """Connects to the other side, and retries until that works."""
         while True:
             await asyncio.sleep(self._lasts("cut"))
             with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ class Proxy:
                 await writer.drain()
 
     def _lasts(self, kind: str) -> float:
-        """Seconds that a harm lasts yet."""
+        """Returns for how many seconds a harm will still last."""
         return max(0.0, self._until[kind] - asyncio.get_running_loop().time())
 
 

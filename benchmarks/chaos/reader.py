@@ -1,6 +1,6 @@
 """Reads the files of a logdir without the product's code: an independent witness.
 
-It follows what is documented: `ckpt/manifest.json` and `ckpt/manifests/TAG.json` are
+It follows the documented format: `ckpt/manifest.json` and `ckpt/manifests/TAG.json` are
 JSON with a digest of its content, and list files with size and digest; a part is
 `ckpt/NAME/TAG.json` beside `ckpt/NAME/TAG.safetensors`; a chunk file is safetensors,
 perhaps in a zstd frame, named CHUNK-START-STOP-SAVE.steps.
@@ -60,12 +60,12 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Steps that are stored one behind the other.
+    """Steps that are stored as one sequence.
 
     Args:
       where: [n, 5] env, life, episode, step and counter.
       arrays: [n] each, the rest of the transitions.
-      pieces: from which row to which each file reaches, by path.
+      pieces: first row, and row after the last, of each file, by path.
     """
 
     where: np.ndarray
@@ -92,7 +92,7 @@ def read_manifest(path: pathlib.Path) -> Manifest:
 
 
 def manifests(logdir: pathlib.Path) -> tuple[list[Manifest], list[str]]:
-    """Returns all manifests that can be read, oldest first, and what is wrong."""
+    """Returns all readable manifests, oldest first, and what is wrong with others."""
     found: dict[str, Manifest] = {}
     problems = []
     folder = logdir / "ckpt"
@@ -164,10 +164,10 @@ def read_streams(
 def read_table(
     logdir: pathlib.Path, manifest: Manifest, replay: str
 ) -> dict[str, tuple[str, int]]:
-    """Returns for every chunk which one it follows, or '', and its number of steps.
+    """Returns the predecessor of every chunk, or '', and its number of steps.
 
-    Which chunk a file says that it follows does not count: files are never changed, and
-    that one may have lost its end since.
+    The predecessor that a chunk file names does not count: files are never changed, and
+    that chunk may have lost its end since.
     """
     path = logdir / f"ckpt/{replay}/{manifest.tag}.safetensors"
     try:
@@ -225,7 +225,7 @@ def _join(chain: list[str], pieces: dict[str, list[Piece]]) -> Stream:
 
 
 def _plain(node: Any) -> Any:
-    """Returns a saved tree as Python values; whatever is no plain value is None."""
+    """Returns a saved tree as Python values, with None for all but plain values."""
     if not isinstance(node, dict):
         return node
     ((kind, value),) = node.items()

@@ -1,4 +1,4 @@
-"""One run with all that belongs to it: folders, programs, hosts, a small disk."""
+"""One run with its folders, programs, hosts and small disk."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from benchmarks.chaos.programs import MARK, ROOT, Failure, Mark, Program, poll, 
 
 ENVS, EVAL_ENVS = 3, 1
 BATCH, LENGTH, CONTEXT = 4, 8, 1
-SEQUENCE = LENGTH + CONTEXT  # Streams that never had one may be dropped.
+SEQUENCE = LENGTH + CONTEXT  # Streams shorter than a sequence may be dropped.
 RATIO = 1.0  # Samples per insert.
 SAVE_EVERY = 2.0
 DISK = "60m"
 UPDATES = "parallel/updates_per_second"  # The metric that shows training.
-# Seconds in which a run begins, goes on and ends, also on a machine that is busy.
+# Seconds within which a run must begin, go on and end, even on a busy machine.
 START, AGAIN, LEAVE = 240.0, 150.0, 90.0
 
 FLAGS = ["--configs", "debug", "--task", "benchmarks.chaos.numbered_env:Numbered"]
@@ -51,9 +51,9 @@ class Topology:
 
     Args:
       name: in the summary.
-      dreamer: whether the agent is a tiny real one and not one that acts at random.
-      process: whether it is a process of its own.
-      remote_envs: whether environments are another program, on another host.
+      dreamer: whether the agent is a tiny real one rather than a random one.
+      process: whether the agent is a process of its own.
+      remote_envs: whether the environments are another program, on another host.
       remote_replay: whether the replay is another program.
       disk: whether the logdir is on a disk that can be filled.
     """
@@ -77,7 +77,7 @@ class Site:
     Args:
       topology: which roles run where.
       folder: an empty folder for everything.
-      notes: gets what cannot be done on this machine.
+      notes: list that gets a line for everything that this machine cannot do.
     """
 
     def __init__(self, topology: Topology, folder: pathlib.Path, notes: list[str]):
@@ -91,7 +91,7 @@ class Site:
         self.windows: list[Window] = []
         self.excused: set[tuple[int, int]] = set()
         self.damaged: set[str] = set()  # Files that were damaged on purpose.
-        self.kept: dict[int, np.ndarray] = {}  # Counters by life that must be there.
+        self.kept: dict[int, np.ndarray] = {}  # Counters by life that must be stored.
         self.shared_files: set[str] = set()  # Shared memory that has names.
         self.limited = False  # Whether the disk can be filled.
         self.hosts: Hosts | None = None
@@ -117,7 +117,7 @@ class Site:
         self._stack.close()
 
     def start(self) -> None:
-        """Starts all programs, or those that do not run."""
+        """Starts all programs that are not running."""
         for name in self._names():
             if name not in self.programs or self.programs[name].code is not None:
                 self.start_program(name)
@@ -138,7 +138,7 @@ class Site:
         return found
 
     def manifest(self) -> reader.Manifest | None:
-        """Returns the newest commit."""
+        """Returns the newest manifest; None if there is none that can be read."""
         try:
             return reader.read_manifest(self.logdir / "ckpt" / "manifest.json")
         except reader.Unreadable:
@@ -167,7 +167,7 @@ class Site:
         return time.time() - begin
 
     def check_running(self) -> None:
-        """Raises if a program has ended that nobody has told to."""
+        """Raises Failure if a program has ended, since none was told to."""
         for name, program in self.programs.items():
             if program.code is not None:
                 raise Failure(f"the program '{name}' has ended with {program.code}")
@@ -178,7 +178,7 @@ class Site:
             raise Failure(f"there was no new checkpoint within {seconds:.0f} s")
 
     def crash(self) -> None:
-        """Kills the launcher; what it started must not outlive it for long."""
+        """Kills the launcher; its descendants must end soon after it."""
         launcher = self.programs["launcher"]
         family = launcher.family()
         launcher.send(signal.SIGKILL)
@@ -187,7 +187,7 @@ class Site:
             raise Failure("children of the launcher outlived it by 20 s")
 
     def leave(self) -> None:
-        """Tells the run to end, which it must do well, and all programs with it."""
+        """Tells the run to end; all of its programs must then end without an error."""
         begin = time.time()
         self.programs["launcher"].send(signal.SIGTERM)
         for name in ("launcher", "envs"):
@@ -205,10 +205,11 @@ class Site:
         self.close_windows()
 
     def audit(self) -> Stored:
-        """Checks the files of a run that does not run now.
+        """Checks the files of a run that is not running at the moment.
 
         Raises:
-          Failure: the newest checkpoint is not whole, or lacks what was saved before.
+          Failure: the newest checkpoint is not whole, or lacks transitions that were
+            saved before.
         """
         stored = read_stored(self.logdir, self.damaged)
         wrong = {name: stored.counts[name] for name in ("gaps", "duplicates", "mixed")}
@@ -226,19 +227,19 @@ class Site:
     def expect_loss(
         self, kind: str, roles: Iterable[str], begin: float, fault: float = 0.0
     ) -> None:
-        """Opens a window in which transitions may be lost, until the run is on again.
+        """Opens a window in which transitions may be lost, until the run goes on.
 
         Args:
           kind: of the fault.
-          roles: that go back to their last save.
+          roles: roles that go back to their last save.
           begin: when that save began.
-          fault: when the fault comes; by default now.
+          fault: when the fault happens; by default now.
         """
         fault = fault or time.time()
         self.windows.append(Window(kind, begin, fault, math.inf, tuple(roles)))
 
     def close_windows(self) -> None:
-        """Notes that the run is on again."""
+        """Closes all windows, since the run is on again or has ended."""
         now = time.time()
         self.windows = [
             dataclasses.replace(window, end=min(window.end, now))
@@ -246,7 +247,7 @@ class Site:
         ]
 
     def _stepping(self, since: float) -> bool:
-        """Whether every environment has made a step since some time."""
+        """Returns whether every environment has made a step since some time."""
         newest: dict[str, float] = {}
         for path in self.traces.glob("*.trace"):
             env = path.stem.split("-")[0]
@@ -345,7 +346,7 @@ class Site:
 
 
 class MetricsWatch:
-    """Counts lines that show updates, from now on."""
+    """Counts the lines with updates that are added to a metrics file."""
 
     def __init__(self, path: pathlib.Path):
         self._path = path
@@ -353,10 +354,10 @@ class MetricsWatch:
         self._found = 0
 
     def updates(self) -> int:
-        """Returns how many lines with updates have been written since."""
+        """Returns how many lines with updates were written since this was made."""
         size = self._size()
         if size <= self._offset:
-            self._offset = size  # A resume may cut off what it takes back.
+            self._offset = size  # A resume may cut off lines after its checkpoint.
             return self._found
         with self._path.open("rb") as file:
             file.seek(self._offset)
@@ -376,7 +377,7 @@ class MetricsWatch:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process still runs."""
+    """Returns whether a process is still running."""
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

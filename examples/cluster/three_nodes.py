@@ -3,8 +3,8 @@
     python examples/cluster/three_nodes.py dreamerv3 --script ray \\
         --ray.head_resources head=1 --configs demo --logdir logdir/cluster
 
-To see what happens on several machines before there are any: kill one of the raylet
-processes, and watch the run go on. The second and the third node can run the head.
+This shows on one machine what happens on several: kill one of the raylet processes, and
+watch the run go on. The second and the third node can run the head.
 """
 
 import os
@@ -24,7 +24,7 @@ os.environ |= {
 
 from ray.cluster_utils import Cluster
 
-CORES = 32  # That each node says it has: on one machine, they share what there is.
+CORES = 32  # Declared by two nodes each; in fact, all share those of this machine.
 
 
 def main(command):
@@ -43,7 +43,7 @@ def main(command):
         program = subprocess.Popen(
             command, env={**os.environ, "RAY_ADDRESS": cluster.address}
         )
-        # It decides what a signal means, and its end is that of this program.
+        # The command decides what a signal means, and this program ends with it.
         signal.signal(signal.SIGINT, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: program.terminate())
         return program.wait()
