@@ -20,7 +20,7 @@ def same(left, right):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, np.ndarray | np.generic):
         alike = left.dtype == right.dtype and left.shape == right.shape
-        if left.dtype == np.longdouble:  # Has unused bytes of no meaning.
+        if left.dtype == np.longdouble:  # Its padding bytes are arbitrary.
             return alike and np.array_equal(left, right)
         return alike and left.tobytes() == right.tobytes()
     if isinstance(left, float):
@@ -41,7 +41,7 @@ def flip(path, bit):
 
 @contextlib.contextmanager
 def warnings():
-    """Collects what is logged, within one example of a property."""
+    """Collects the messages logged in this block; `caplog` spans all examples."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

@@ -1,4 +1,4 @@
-"""Settings for all tests, and where programs that JAX compiles for them are kept."""
+"""Settings for all tests, and a separate cache for the programs JAX compiles."""
 
 import importlib.metadata
 import os
@@ -11,24 +11,24 @@ from hypothesis import settings
 
 # Timings are noisy on shared machines, so no example fails for being slow. Without a
 # database a failure depends on nothing but the code. Examples differ from run to
-# run, so that few of them find in many runs what many find in one.
+# run, so that many runs with few examples find as much as one run with many.
 settings.register_profile("project", deadline=None, database=None, max_examples=40)
 settings.load_profile("project")
 
-# Subprocesses of tests treat unraisable errors like the tests do.
+# Subprocesses of tests print their tracebacks at fatal signals, as pytest does.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 
-# Ctrl-C works in tests, and in what they start, where a shell has it ignored, as for
-# what a script runs in the background.
+# Restore Ctrl-C in tests and their subprocesses where the shell ignores it, as it does
+# for background jobs of scripts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config) -> None:
-    """Keeps compiled programs out of the user's own cache, in processes of tests too.
+    """Keeps what tests and their subprocesses compile out of the user's own cache.
 
-    Before anything imports JAX. Every worker has a folder of its own, for as long as it
-    runs: JAX does not write its files at once, and half a program can end a process.
+    Runs before anything imports JAX. Every pytest worker has its own folder while it
+    runs: JAX does not write its files atomically, and half a program can end a process.
     """
     config.addinivalue_line(
         "filterwarnings", "ignore:Error (read|writ)ing persistent compilation cache"
@@ -38,14 +38,14 @@ def pytest_configure(config) -> None:
     os.environ["XDG_CACHE_HOME"] = str(folder)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "jax")
     os.environ.setdefault("XLA_FLAGS", quick_flags())
-    # Also programs that compile fast: tests have many, and most of them repeatedly.
+    # Cache fast compilations too: tests have many, and repeat most of them.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def quick_flags() -> str:
-    """Flags with which XLA compiles without optimisation, in a quarter of the time."""
+    """Returns flags for XLA to skip optimisation, for a quarter of the compile time."""
     flags = ["--xla_backend_optimization_level=0"]
-    # Later versions may not know it, which they refuse.
+    # XLA refuses unknown flags, and later versions may not know this one.
     if importlib.metadata.version("jax").startswith("0.10."):
         flags.append("--xla_cpu_use_fusion_emitters=false")
     return " ".join(flags)

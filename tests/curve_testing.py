@@ -1,4 +1,4 @@
-"""Logdirs of runs whose curves tests read, compare and draw; fixtures for conftests."""
+"""Fixtures for conftests: logdirs of runs whose curves tests read, compare and draw."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def config_text(tmp_path_factory):
 
 @pytest.fixture
 def make_run(tmp_path, config_text):
-    """Returns a function that writes the logdir of a run of Boxing, or of others.
+    """Returns a function that writes the logdir of a run, by default of Boxing.
 
-    Its scores are pairs of step, as it is logged, and value.
+    The run's scores are pairs of logged step and value.
     """
 
     def make(name, scores, flags=BOXING, seed=0, metric="episode/score"):

@@ -1,4 +1,4 @@
-"""Processes of their own, for tests that use JAX."""
+"""Runs programs in separate processes, for tests that use JAX."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 TESTS = pathlib.Path(__file__).parent
 FOLDERS = (".", "jax", "dreamerv3")  # Programs can import from these.
 PROGRAM_SECONDS = 270
-# A file of the cache that another process is still writing is no error.
+# A cache file that another process is still writing is not an error.
 WARNINGS = ["-W", "error"]
 for verb in ("reading", "writing"):
     WARNINGS += ["-W", f"ignore:Error {verb} persistent compilation cache"]
@@ -31,14 +31,14 @@ def run_programs(code: str, each: list[tuple[str, ...]], **environ: str) -> list
 
     All must succeed; none is left running.
     """
-    # Without settings of JAX in this process, but for its folder of compiled programs.
+    # Drop this process's XLA settings, but keep its folder of compiled programs.
     told = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE")
     environment = {key: os.environ[key] for key in os.environ if key not in told}
     environment["PYTHONPATH"] = os.pathsep.join(str(TESTS / name) for name in FOLDERS)
     with contextlib.ExitStack() as stack:
         programs = []
         for arguments in each:
-            # A file, since a pipe that nobody reads would stop the program.
+            # A file, since a pipe that nobody reads would block the program.
             file = stack.enter_context(tempfile.TemporaryFile("w+"))
             program = subprocess.Popen(
                 [sys.executable, *WARNINGS, "-c", code, *arguments],
@@ -60,7 +60,7 @@ def run_programs(code: str, each: list[tuple[str, ...]], **environ: str) -> list
 
 @pytest.fixture(autouse=True, scope="session")
 def own_key_folder(tmp_path_factory):
-    """Keeps tests, and the programs that they start, from the keys of the user."""
+    """Keeps tests, and the programs that they start, away from the user's keys."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.getbasetemp() / "config"
         patch.setenv("XDG_CONFIG_HOME", str(folder))

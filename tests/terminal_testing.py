@@ -1,4 +1,4 @@
-"""Programs on a real terminal, and what one would see on it."""
+"""Runs programs on a real terminal and reads what they display."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_on_terminal(command, columns=80, seconds=60, **environ):
         while select.select([controller], [], [], deadline - time.monotonic())[0]:
             try:
                 part = os.read(controller, 65536)
-            except OSError:  # Linux says so when the other end has closed.
+            except OSError:  # Linux raises this when the other end has closed.
                 part = b""
             if not part:
                 break
@@ -46,6 +46,6 @@ def without_codes(text):
 
 
 def drawn_lines(text):
-    """Returns the lines that a terminal had, also those that were drawn over."""
+    """Returns all lines that were drawn, including those drawn over later."""
     parts = re.split("[\r\n]+", without_codes(text))
     return [line.rstrip() for line in parts if line.strip()]

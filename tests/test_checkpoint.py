@@ -28,8 +28,7 @@ from embodied.checkpoint import (
     save_tree,
     write_file,
 )
-from embodied.checkpoint.files import HashedReader, seal
-from embodied.checkpoint.manifest import next_tag
+from embodied.checkpoint.files import HashedReader, next_tag, seal
 
 EXTENSIONS = [
     np.dtype(kind)

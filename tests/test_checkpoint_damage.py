@@ -1,4 +1,4 @@
-"""Damaged, hostile and old checkpoints: what is left out, cleaned and refused."""
+"""Damaged, hostile and old checkpoints: which are skipped, removed or refused."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from embodied.checkpoint import (
     Checkpoint,
     CheckpointError,
     FileRecord,
-    store,
+    reading,
     write_file,
 )
 from embodied.checkpoint.files import seal
-from embodied.checkpoint.manifest import Manifest
+from embodied.checkpoint.store import Manifest
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def checkpoint(tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Two checkpoints, and what is on disk after them."""
+    """Saves two checkpoints; returns them with the contents of their files."""
     root = tmp_path_factory.mktemp("saved")
     checkpoint = Checkpoint(root, min_free_bytes=0)
     old = {"agent": {"w": np.arange(50.0), "n": 1}, "logger": [1, "one"]}
@@ -209,23 +209,23 @@ class TestReadersOfARunThatGoesOn:
 
     @pytest.fixture
     def commit_before(self, monkeypatch, run):
-        """Has the run commit before each of the first calls of a function."""
+        """Makes the run commit before each of the first calls of a reader."""
 
         def commit_before(name, commits):
-            function, steps = getattr(store, name), iter(range(1, commits + 1))
+            function, steps = getattr(reading, name), iter(range(1, commits + 1))
 
             def commit_and_call(*args, **kwargs):
                 if (step := next(steps, None)) is not None:
                     with monkeypatch.context() as patch:
-                        patch.setattr(store, name, function)
+                        patch.setattr(reading, name, function)
                         run.save({"agent": step}, {"step": step})
                 return function(*args, **kwargs)
 
-            monkeypatch.setattr(store, name, commit_and_call)
+            monkeypatch.setattr(reading, name, commit_and_call)
 
         return commit_before
 
-    # The one looks whether files are whole, the other reads them after that.
+    # `find_damage` checks whether files are whole; `load_tree` reads them afterwards.
     @pytest.mark.parametrize("name", ["find_damage", "load_tree"])
     @pytest.mark.parametrize("commits", [1, 3])
     def test_they_get_the_newer_checkpoint_without_a_warning(
@@ -254,13 +254,13 @@ class TestReadersOfARunThatGoesOn:
         for path in files_below(tmp_path):
             if path.endswith(".safetensors"):
                 flip(tmp_path / path, 80)
-        find_damage, calls = store.find_damage, []
+        find_damage, calls = reading.find_damage, []
 
         def count(*args, **kwargs):
             calls.append(args)
             return find_damage(*args, **kwargs)
 
-        monkeypatch.setattr(store, "find_damage", count)
+        monkeypatch.setattr(reading, "find_damage", count)
         with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole"):
             Checkpoint(tmp_path).newest()
         assert len(calls) == 2  # The part's two files.
@@ -312,7 +312,7 @@ class TestHostileManifests:
     def test_a_manifest_of_another_shape_is_refused(self, tmp_path, content):
         (tmp_path / "ckpt").mkdir()
         (tmp_path / "ckpt/manifest.json").write_bytes(seal(content))
-        with pytest.raises(CheckpointError, match="is no manifest that this version"):
+        with pytest.raises(CheckpointError, match="is not a manifest that this"):
             Checkpoint(tmp_path).newest()
 
 

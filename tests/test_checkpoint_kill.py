@@ -26,12 +26,13 @@ from embodied.checkpoint import (
     DiskTooSmallError,
     write_file,
 )
+from embodied.checkpoint.files import find_room_problem
 
 STEP_CALLS = ("open", "write", "fsync", "close", "replace", "unlink", "mkdir")
 
 
 def save_step(checkpoint, root, step, size):
-    """Saves under one tag two parts and one chunk, which all tell the step."""
+    """Saves two parts and one chunk under one tag; each of them contains the step."""
     tag = checkpoint.new_tag()
     records = checkpoint.write_part(tag, "agent", {"w": np.full(size, step)})
     records += checkpoint.write_part(tag, "logger", {"step": step})
@@ -42,7 +43,7 @@ def save_step(checkpoint, root, step, size):
 
 
 def load_step(checkpoint, root):
-    """Returns the step that was saved, which all files must agree on."""
+    """Returns the saved step, after checking that all files agree on it."""
     loaded = checkpoint.load()
     if loaded is None:
         return None
@@ -115,7 +116,7 @@ def kill_everywhere(previous_steps):
             assert load_step(checkpoint, root) == found[-1]
             save_step(checkpoint, root, 99, size=10)
             assert load_step(checkpoint, root) == 99
-            # The one chunk that no manifest has ever listed is for replay to find.
+            # A chunk that no manifest has listed may be left: replay removes it.
             left = {path for path in files_below(root) if "replay" not in path}
             assert len(left) == 2 + 4, left
             shutil.rmtree(root)
@@ -167,7 +168,7 @@ def test_a_kill_at_a_random_moment_leaves_the_old_or_the_new(tmp_path, rounds):
         assert found in (acknowledged, acknowledged + 1)
         checkpoint.clean()
         assert load_step(checkpoint, tmp_path) == found
-        # A kill right after the commit comes before the newest one is archived.
+        # A kill right after the commit leaves the newest manifest unarchived.
         tags = {path.stem for path in (tmp_path / "ckpt/manifests").glob("*")}
         tags.add(checkpoint.newest().tag)
         parts = {
@@ -202,7 +203,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(small_disk):
         checkpoint.write_part(tag, "replay", np.zeros(4_000_000, np.uint8))
     with pytest.raises(DiskTooSmallError, match=r"has 4.2 MB in all, .* needs 10 MB"):
         checkpoint.write_part(tag, "replay", np.zeros(10_000_000, np.uint8))
-    # Buffers do not tell their size before, so here the disk runs full.
+    # The size of a generator is not known in advance, so here the disk fills up.
     with pytest.raises(CheckpointError, match="is full: chunk could not be written"):
         write_file(small_disk, "replay/chunk", (bytes(100_000) for _ in range(100)))
     assert checkpoint.newest().meta == {"step": 1}
@@ -221,7 +222,7 @@ def test_a_read_only_disk_is_named(small_disk):
 
 
 def test_room_is_left_on_the_disk(tmp_path):
-    with pytest.raises(CheckpointError, match="is to leave 1152921504607 MB"):
+    with pytest.raises(CheckpointError, match="and 1152921504607 MB must stay free"):
         Checkpoint(tmp_path, min_free_bytes=1 << 60).save({"agent": 1})
     assert not files_below(tmp_path)
 
@@ -229,14 +230,17 @@ def test_room_is_left_on_the_disk(tmp_path):
 def test_by_default_what_is_left_depends_on_what_is_needed(small_disk):
     checkpoint = Checkpoint(small_disk)
     checkpoint.save({"agent": np.zeros(2_000_000, np.uint8)})
-    with pytest.raises(CheckpointError, match=r"2.* MB are free, .* leave 1.0 MB"):
+    with pytest.raises(
+        CheckpointError, match=r"2.* MB are free, .* 1.0 MB must stay free"
+    ):
         checkpoint.save({"agent": np.zeros(2_000_000, np.uint8)})
-    assert "has room for 2 checkpoints" in checkpoint.find_room_problem(2_000_000)
-    assert not checkpoint.find_room_problem(1_000_000)
-    assert "TAG, is untouched" in checkpoint.what_stands().replace(
+    problem = find_room_problem(small_disk, "ckpt", 2_000_000, keep=3)
+    assert "has room for 2 checkpoints" in problem
+    assert not find_room_problem(small_disk, "ckpt", 1_000_000, keep=3)
+    assert "TAG, is untouched" in checkpoint.describe_last().replace(
         checkpoint.last().tag, "TAG"
     )
-    assert "no checkpoint yet" in Checkpoint(small_disk, "other").what_stands()
+    assert "no checkpoint yet" in Checkpoint(small_disk, "other").describe_last()
 
 
 def test_a_root_below_a_file_is_refused(tmp_path):

@@ -145,7 +145,7 @@ def test_replicas_ask_the_server_only_for_clocks_with_an_interval():
 
 
 def test_replicas_that_are_far_out_of_step_are_told_so(monkeypatch):
-    monkeypatch.setattr(ClockServer, "MAX_BEHIND", 5)
+    monkeypatch.setattr(ClockServer, "MAX_OPEN_DECISIONS", 5)
     port = free_port()
     with ClockServer(port, replicas=2), Client(port) as client:
         clock = GlobalClock(10, client=client)

@@ -21,7 +21,7 @@ def test_the_demo_ends_by_saying_where_everything_is(tmp_path):
         f"LOGDIR={logdir}",
         f"FLAGS={FEW}",
     ]
-    # This Python has all that it would install.
+    # Skip the installation: this Python has all dependencies.
     command += [f"BIN={pathlib.Path(sys.executable).parent}", "-o", ".venv/.installed"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=280

@@ -1,4 +1,4 @@
-"""The documents keep their word: commands, paths and links exist."""
+"""Commands, paths, names and links in the documents exist."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_files_and_modules_that_are_named_exist(name):
 
 
 def defined_names(path):
-    """Every class, function and constant of a module, methods with their class."""
+    """Every class, function, constant and `Class.method` of a module."""
     found = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -109,7 +109,7 @@ def defined_names(path):
 
 
 def named_places():
-    """What the architecture says is in which module."""
+    """Yields the modules and names in them that the architecture page mentions."""
     text = prose(ROOT / "docs/architecture.md")
     for path, name in re.findall(r"`([\w/]+\.py):([\w.]+)`", text):
         yield (path if path.startswith("dreamerv3") else f"embodied/{path}"), name

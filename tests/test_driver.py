@@ -1,110 +1,18 @@
+"""Tests the loop of the driver, its counting, and its checks of policies and envs."""
+
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
-
 import numpy as np
-import psutil
 import pytest
+from driver_testing import Moves, children, collect, env_factory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from embodied import Space
 from embodied.driver import Driver, EnvError
 from embodied.random_agent import RandomAgent
 
 # Other work on the machine must not decide whether a test passes.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def env_factory(length=3, fail=None, closed=None, size=2):
-    """Returns a function that makes an env of episodes of `length` steps.
-
-    The class is local, so that children get it by value and need not import pytest.
-
-    Args:
-      length: steps per episode, the one of the reset included.
-      fail: function that is called with the env before each step, or None.
-      closed: path of a file that is made when the env is closed, or None.
-      size: of the observed vector.
-    """
-
-    class CountEnv:
-        def __init__(self):
-            self.count = 0
-            self.episode = -1
-            self.buffer = np.zeros(size, np.float32)
-            self.actions = []
-
-        @property
-        def obs_space(self):
-            return {
-                "vector": Space(np.float32, size),
-                "pid": Space(np.int64),
-                "log/episode": Space(np.int32),
-                "reward": Space(np.float32),
-                "is_first": Space(bool),
-                "is_last": Space(bool),
-                "is_terminal": Space(bool),
-            }
-
-        @property
-        def act_space(self):
-            return {"reset": Space(bool), "move": Space(np.int32, (), 0, 5)}
-
-        def step(self, action):
-            if fail:
-                fail(self)
-            if action["reset"]:
-                self.count = 0
-                self.episode += 1
-            else:
-                self.count += 1
-            self.buffer[:] = self.count  # The same array at each step.
-            return {
-                "vector": self.buffer,
-                "pid": np.int64(os.getpid()),
-                "log/episode": np.int32(self.episode),
-                "reward": np.float32(0 if action["reset"] else action["move"]),
-                "is_first": np.bool_(action["reset"]),
-                "is_last": np.bool_(self.count == length - 1),
-                "is_terminal": np.bool_(False),
-            }
-
-        def close(self):
-            if closed:
-                with open(closed, "a") as file:
-                    file.write("closed\n")
-
-    return CountEnv
-
-
-class Moves:
-    """A policy that counts its calls in the carry and plays them as actions."""
-
-    def __init__(self):
-        self.seen = []
-
-    def init(self, batch_size):
-        return np.zeros(batch_size, np.int32)
-
-    def __call__(self, carry, obs, **kwargs):
-        self.seen.append((obs, kwargs))
-        carry = carry + 1
-        return carry, {"move": carry % 5}, {"calls": carry * 10}
-
-
-def collect(driver):
-    transitions = {}
-    driver.on_step(lambda tran, worker: transitions.setdefault(worker, []).append(tran))
-    return transitions
-
-
-def children():
-    return [child.pid for child in psutil.Process().children()]
-
 
 both = pytest.mark.parametrize("parallel", [False, True])
 
@@ -124,8 +32,8 @@ class TestLoop:
                 *("is_first", "is_last", "is_terminal", "move", "calls"),
             }
             columns = {key: [step[key].tolist() for step in trace] for key in trace[0]}
-            # The action is that given for the observation beside it; the reward is
-            # the move before, and a reset ignores the move of the last step.
+            # Each action answers the observation of its own step. The reward is the
+            # previous move, except that a reset ignores the move of the last step.
             assert columns["vector"] == [[0, 0], [1, 1], [2, 2], [0, 0], [1, 1]]
             assert columns["is_first"] == [True, False, False, True, False]
             assert columns["is_last"] == [False, False, True, False, False]
@@ -385,123 +293,3 @@ class TestChecks:
 
         with pytest.raises(EnvError, match=f"in its {kind}_space"):
             Driver([Bare], parallel=False)
-
-
-class TestProcesses:
-    def test_each_env_has_its_own_process_and_all_end_with_the_driver(self):
-        before = children()
-        policy = Moves()
-        with Driver([env_factory()] * 2) as driver:
-            transitions = collect(driver)
-            driver.reset(policy.init)
-            driver(policy, steps=2)
-            pids = {trace[0]["pid"].item() for trace in transitions.values()}
-            assert len(pids) == 2
-            assert pids == set(children()) - set(before)
-        assert children() == before
-
-    def test_all_envs_step_at_the_same_time(self, tmp_path):
-        names = [tmp_path / name for name in "ab"]
-        for name in names:
-            os.mkfifo(name)
-
-        # Each opens one end of a pipe, which waits for the other end's opening: the
-        # first step can only complete if both envs are in it together.
-        def meet(path, flags):
-            def fail(env):
-                if env.episode < 0:
-                    for name in path:
-                        os.close(os.open(name, flags))
-
-            return fail
-
-        envs = [
-            env_factory(fail=meet([str(x) for x in names], os.O_RDONLY)),
-            env_factory(fail=meet([str(x) for x in names], os.O_WRONLY)),
-        ]
-        policy = Moves()
-        with Driver(envs, timeout=60) as driver:
-            driver.reset(policy.init)
-            driver(policy, steps=4)
-        assert len(policy.seen) == 2
-
-    def test_an_env_that_is_killed_between_steps(self):
-        policy = Moves()
-        before = children()
-        driver = Driver([env_factory()] * 2)
-        transitions = collect(driver)
-        driver.reset(policy.init)
-        driver(policy, steps=2)
-        pid = transitions[1][0]["pid"].item()
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EnvError, match="Env 1 was killed by SIGKILL") as caught:
-            driver(policy, steps=100)
-        assert caught.value.index == 1
-        assert children() == before
-
-    def test_an_env_that_dies_in_a_step(self):
-        def die(env):
-            if env.count == 1:
-                os.kill(os.getpid(), signal.SIGSEGV)
-
-        policy = Moves()
-        driver = Driver([env_factory(fail=die)])
-        driver.reset(policy.init)
-        with pytest.raises(EnvError, match="Env 0 was killed by SIGSEGV"):
-            driver(policy, steps=100)
-
-    def test_an_env_that_leaves_quietly(self):
-        policy = Moves()
-        driver = Driver([env_factory(fail=lambda env: os._exit(0))])
-        driver.reset(policy.init)
-        with pytest.raises(EnvError, match=r"Env 0 closed its connection .*: 0\."):
-            driver(policy, steps=1)
-
-    def test_an_env_that_hangs_is_ended_after_the_timeout(self):
-        def hang(env):
-            if env.count == 1:
-                threading.Event().wait()
-
-        policy = Moves()
-        before = children()
-        # Seconds enough for the child to start on a busy machine.
-        with Driver([env_factory(), env_factory(fail=hang)], timeout=5) as driver:
-            driver.reset(policy.init)
-            begin = time.monotonic()
-            with pytest.raises(EnvError, match="Env 1 did not answer within 5 s"):
-                driver(policy, steps=100)
-        assert 4 < time.monotonic() - begin < 60
-        assert children() == before
-
-    def test_a_factory_that_cannot_be_sent_fails_at_once(self):
-        lock = threading.Lock()
-        before = children()
-        with pytest.raises(TypeError, match="pickle"):
-            Driver([env_factory(), lambda: lock])
-        assert children() == before
-
-    def test_large_observations_arrive_whole(self):
-        policy = Moves()
-        with Driver([env_factory(size=1_000_000)] * 2) as driver:
-            transitions = collect(driver)
-            driver.reset(policy.init)
-            driver(policy, steps=4)
-        assert (transitions[1][1]["vector"] == 1).all()
-        assert transitions[1][1]["vector"].shape == (1_000_000,)
-
-    @pytest.mark.slow
-    def test_killing_envs_at_random_never_hangs(self):
-        rng = np.random.default_rng(0)
-        for _ in range(50):
-            policy = Moves()
-            before = children()
-            driver = Driver([env_factory()] * 2, timeout=60)
-            driver.reset(policy.init)
-            victim = int(rng.choice([pid for pid in children() if pid not in before]))
-            delay = float(rng.uniform(0, 0.05))
-            killer = threading.Timer(delay, os.kill, (victim, signal.SIGKILL))
-            killer.start()
-            with pytest.raises(EnvError, match="was killed by SIGKILL"):
-                driver(policy, steps=10**9)
-            killer.join()
-            assert children() == before

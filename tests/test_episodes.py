@@ -1,4 +1,4 @@
-"""Whole episodes are reported, once, with the right numbers; halves never are."""
+"""Whole episodes are reported once, with the right numbers; partial ones never."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from embodied.episodes import Episodes
 
 
 class Clock:
-    """Time that passes only when told to."""
+    """A clock that stands still until `now` is changed."""
 
     def __init__(self):
         self.now = 1000.0
@@ -32,7 +32,7 @@ def transition(reward=0.0, first=False, last=False, **extra):
 
 
 def run(episodes, env, rewards, is_eval=False, **extra):
-    """Feeds a whole episode; the first reward is the one of the reset."""
+    """Adds a whole episode; the first reward belongs to the reset."""
     finished = []
     for index, reward in enumerate(rewards):
         step = transition(reward, index == 0, index == len(rewards) - 1)
@@ -63,7 +63,7 @@ class TestNumbers:
 
     def test_reward_rate_counts_changes_of_the_reward(self):
         episodes = Episodes()
-        # Differences 1, 0, 1, 0.005: two of four actions changed it.
+        # Differences 1, 0, 1, 0.005: two of four actions changed the reward enough.
         run(episodes, 0, [0.0, 1.0, 1.0, 0.0, 0.005])
         assert episodes.result()["epstats/reward_rate"] == 0.5
 
@@ -373,7 +373,7 @@ class TestChecks:
 
 
 class Model:
-    """Episodes in the plainest way: a list of steps per env."""
+    """A reference implementation of `Episodes`: a list of steps per env."""
 
     def __init__(self, timeout):
         self.timeout = timeout
@@ -441,8 +441,8 @@ ROWS = st.tuples(
 BATCHES = st.tuples(
     st.lists(ROWS, max_size=8),
     st.booleans(),  # is_eval
-    st.sampled_from([0, 0, 3, 6, 11]),  # seconds before it
-    st.booleans(),  # whether to ask for the result after it
+    st.sampled_from([0, 0, 3, 6, 11]),  # seconds before the batch
+    st.booleans(),  # whether to ask for the result afterwards
 )
 
 

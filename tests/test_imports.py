@@ -12,7 +12,7 @@ import pytest
 
 HEAVY = ("jax", "zmq", "gymnasium", "tensorboardX", "wandb", "rich")
 
-# What users rely on, as they write it. Names join this list with the part they name.
+# Imports that users rely on, as they write them. New public names are added here.
 STATEMENTS = (
     "import embodied; embodied.Agent, embodied.Env, embodied.Stream, embodied.Space",
     "import embodied; embodied.Driver, embodied.RandomAgent, embodied.Wrapper",
@@ -53,7 +53,7 @@ def test_importing_embodied_imports_nothing_heavy():
 
 
 def test_making_an_env_imports_no_agent_and_no_transport():
-    # The processes that step environments are many, so what they load counts most.
+    # Many processes step environments, so what these import costs the most.
     loaded = loaded_by("import embodied; embodied.envs.make('grid_reach').close()")
     assert loaded.isdisjoint(HEAVY)
 

@@ -1,8 +1,8 @@
 """The package as users install it, without extras, and the first page of the README.
 
-`make wheel` builds it and installs it into `.venv-wheel`, which `make test` does before
-the tests start. Everything here runs in another folder, on that Python, with small
-networks and few steps.
+`make wheel` builds it and installs it into `.venv-wheel`; `make test` does that before
+the tests start. Everything here runs in another folder, with that environment's Python,
+small networks and few steps.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ README = (ROOT / "README.md").read_text()
 FIRST_PAGE = README[: README.index("\n## Train\n")]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-# A run that is quick to compile, by the command and by the call: both compile the same
-# program, so that the second finds it in the cache.
+# Settings that compile fast. The command and the call both use them, so that the second
+# one finds the compiled program in the cache.
 TINY = {
-    # Steps wait for updates, and so for the compiler, before there are enough.
+    # Before this many steps, the run waits for updates and so for the compiler.
     "run.steps": 120,
     "run.train_ratio": 8,
     "run.stop_timeout": 300,
@@ -39,7 +39,7 @@ TINY = {
     "agent.imag_last": 2,
     ".*layers": 1,
 }
-# Flags that make a command of the first page small, by how it begins.
+# Flags that make a command of the first page small, by the start of the command.
 SMALL = {
     "dreamerv3 --help": "",
     "dreamerv3 --configs demo": shlex.join(
@@ -49,7 +49,7 @@ SMALL = {
     "dreamerv3 --script plot": "",
     "dreamerv3 --task my_env:MyEnv": "",
 }
-# Run by other tests, or before the tests start.
+# Commands that are run by other tests, or before the tests start.
 ELSEWHERE = {
     "make demo": "tests/test_demo.py",
     "dreamerv3 --script view --logdir logdir": "tests/view, as it needs an extra",
@@ -89,7 +89,7 @@ def run(folder, *command):
             **{key: os.environ[key] for key in keep if key in os.environ},
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(folder),
-            # Quick to compile, slow to run, of which there is little.
+            # Compiles faster; the slower code hardly matters for so few steps.
             "XLA_FLAGS": "--xla_backend_optimization_level=0",
         },
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The example with environments in programs of their own."""
+"""The example whose environments run in separate programs."""
 
 import json
 import os

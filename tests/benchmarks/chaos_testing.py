@@ -1,4 +1,4 @@
-"""Writes logdirs by hand, as the documents describe them, for the reader of chaos."""
+"""Writes logdirs by hand, as documented, for tests of the chaos test's reader."""
 
 from __future__ import annotations
 

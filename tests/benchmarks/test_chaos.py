@@ -142,7 +142,7 @@ def test_every_topology_has_the_faults_of_its_roles(topology, tmp_path):
     assert kinds >= {"kill_env", "kill_launcher", "damage_file", "stop_role"}
     assert ("kill_agent" in kinds) == topology.process
     assert ("cut_connections" in kinds) == topology.remote_envs
-    assert not kinds & {"fill_disk", "pull_cable"}  # Not before they are made.
+    assert not kinds & {"fill_disk", "pull_cable"}  # Disk and cable are not set up.
 
 
 def test_names_of_topologies_differ():

@@ -1,4 +1,4 @@
-"""The independent reader of the chaos test finds what is wrong, and only that."""
+"""The independent reader of the chaos test finds every problem, and nothing else."""
 
 import time
 

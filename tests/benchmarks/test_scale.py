@@ -12,7 +12,7 @@ def test_few_clients_have_no_errors_and_their_figures_are_whole():
     assert found["errors"] == 0
     assert found["rows_per_s"] > 0
     assert 0 < found["half_load"]["p50_ms"] <= found["half_load"]["p99_ms"]
-    assert found["actor_mb_per_client"] < 20  # Of so few, mostly other things.
+    assert found["actor_mb_per_client"] < 20  # With so few, mostly fixed costs.
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A device that is a clock."""
+"""The simulated device: a clock in place of computation."""
 
 import time
 

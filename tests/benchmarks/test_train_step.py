@@ -1,4 +1,4 @@
-"""The benchmark of an update: what it prints."""
+"""The figures that the benchmark of an update prints."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def test_the_last_line_has_all_figures():
     assert set(found) == FIGURES
     for name in ("ms_per_update", "ms_per_policy", "compile_seconds", "model_tflop"):
         assert found[name] >= 0
-    assert found["utilisation"] is None  # What a cpu can do is not known.
+    assert found["utilisation"] is None  # The peak speed of a CPU is unknown.
 
 
 def test_parameters_are_counted_without_making_them():

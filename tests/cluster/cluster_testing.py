@@ -16,7 +16,7 @@ from parallel_testing import SMALL, Program, import_path, wait_until
 from benchmarks.chaos.audit import read_stored
 from benchmarks.chaos.numbered_env import TRACES
 
-# Environments whose every step can be told from all others, and leaves a trace.
+# Environments in which every step is unique and leaves a trace.
 NUMBERED = ["--task", "benchmarks.chaos.numbered_env:Numbered"]
 SERVER = pathlib.Path(__file__).with_name("node_server.py")
 MARK = "CLUSTER_MARK"
@@ -32,7 +32,7 @@ class LocalCluster:
       cluster.kill(node)
 
     Args:
-      folder: for what Ray prints, and for the traces of environments.
+      folder: receives the output of Ray and the traces of environments.
     """
 
     def __init__(self, folder):
@@ -45,7 +45,8 @@ class LocalCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Loopback is loopback.
+            # Despite its name, this keeps Ray at the loopback address on all systems.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             MARK: self.mark,
             TRACES: str(self.traces),
             "PYTHONPATH": import_path(),
@@ -80,7 +81,7 @@ class LocalCluster:
         psutil.wait_procs(left, timeout=10)
 
     def add(self, num_cpus=1, **options):
-        """Adds a node, the first of which has Ray's own servers; returns its number."""
+        """Adds a node and returns its number; the first node runs Ray's own servers."""
         answer = self._ask(f"add {json.dumps({'num_cpus': num_cpus, **options})}")
         self.address = answer["address"]
         self.dashboard = answer["dashboard"]
@@ -97,7 +98,7 @@ class LocalCluster:
         return marked_processes(self.mark)
 
     def roles(self):
-        """Returns the processes of our programs, by the names that they are given."""
+        """Returns the processes of our programs, by name."""
         found = {}
         for process in self.processes():
             try:
@@ -137,15 +138,15 @@ class LocalCluster:
         return Program(*flags, environ=self.environ)
 
     def end_run(self, driver):
-        """Tells a run to end, which it must do well and leave nothing."""
+        """Terminates a run; checks that it ends cleanly and leaves no process."""
         driver.terminate()
         assert driver.wait(WAIT) == 0, driver.output()
-        assert "Ended well" in driver.output()
+        assert "Finished after" in driver.output()
         assert "Traceback" not in driver.output()
         self.check_nothing_left()
 
     def check_nothing_left(self):
-        """Checks that no process of a run is left on any node, soon."""
+        """Checks that soon no process of a run is left on any node."""
         wait_until(lambda: not self.roles(), LEAVE_SECONDS)
 
     def _ask(self, line):
@@ -158,7 +159,7 @@ class LocalCluster:
 
 
 def small_run(logdir):
-    """Returns the arguments of a run on a cluster that takes the remote way."""
+    """Returns the arguments of a small run on a cluster, with remote links."""
     flags = [*SMALL, *NUMBERED, "--script", "ray", "--logdir", str(logdir)]
     flags += ["--run.eval_envs", "0", "--run.link", "remote"]
     return [*flags, "--ray.envs_per_bundle", "2"]
@@ -180,7 +181,7 @@ def marked_processes(mark):
 
 
 def check_stored(logdir):
-    """Checks the newest checkpoint with a reader of its own; returns what it has."""
+    """Checks the newest checkpoint with an independent reader; returns its contents."""
     stored = read_stored(logdir)
     wrong = {name: stored.counts[name] for name in ("gaps", "duplicates", "mixed")}
     assert not stored.problems and not any(wrong.values()), (stored.problems, wrong)

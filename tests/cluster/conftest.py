@@ -1,4 +1,4 @@
-"""Settings for runs on clusters."""
+"""Fixtures for runs on clusters."""
 
 import importlib.util
 import pathlib
@@ -7,7 +7,7 @@ import sys
 import pytest
 from program_testing import own_key_folder  # noqa: F401
 
-# Runs are those of tests/integration.
+# The helpers that start runs are in tests/integration.
 sys.path.append(str(pathlib.Path(__file__).parent.with_name("integration")))
 
 

@@ -1,6 +1,6 @@
-"""Stands in for Ray where only what the driver decides is tested.
+"""A fake of Ray, for tests of the driver's decisions.
 
-Nothing happens by itself: a test looks at the calls of actors, and answers them.
+Nothing happens by itself: a test inspects the calls of actors and answers them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Nodes of a Ray cluster on this machine, which a test adds and kills by lines.
+"""Adds and kills nodes of a Ray cluster on this machine, by lines on its input.
 
     add {"num_cpus": 2, "resources": {"head": 1}}
     kill 1
 
-Each is answered by a line. A program of its own, so that Ray stays out of the process
-of the tests and everything ends with the end of its input.
+Each line is answered by a line. This is a program of its own, so that Ray stays out of
+the process of the tests, and all nodes end when its input ends.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 
 from ray.cluster_utils import Cluster
 
-ATTEMPTS = 4  # A node gives up whose helpers start slowly, as on a busy machine.
+ATTEMPTS = 4  # A node gives up if its helpers start slowly, as on a busy machine.
 
 
 def main():
@@ -39,7 +39,7 @@ def main():
 def add_node(cluster, options, attempts=ATTEMPTS):
     try:
         return cluster.add_node(**options)
-    except Exception:  # Ray has no type of its own for it.
+    except Exception:  # Ray has no exception type for this.
         if attempts == 1:
             raise
     return add_node(cluster, options, attempts - 1)

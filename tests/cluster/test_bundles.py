@@ -7,7 +7,7 @@ import time
 import pytest
 
 from dreamerv3.cli.config import ConfigError, load_config
-from dreamerv3.cli.logdir import claim, kept_config, wait_until_free
+from dreamerv3.cli.logdir import claim, preserve_config, wait_until_free
 from dreamerv3.cluster import bundle_actor, ray_session
 from dreamerv3.cluster.bundle_actor import BundleActor, Outcome, free_ports
 from dreamerv3.cluster.bundles import (
@@ -38,7 +38,7 @@ class TestEnvBundles:
             (4, 0, 2, [(0, 2, 0), (2, 2, 0)]),
             (5, 0, 2, [(0, 2, 0), (2, 2, 0), (4, 1, 0)]),
             (16, 4, 8, [(0, 6, 1), (7, 5, 1), (13, 5, 2)]),
-            (1, 4, 2, [(0, 1, 4)]),  # Every program has one that trains.
+            (1, 4, 2, [(0, 1, 4)]),  # Every bundle has one that trains.
             (3, 1, 100, [(0, 3, 1)]),
         ],
     )
@@ -181,7 +181,7 @@ def check_keys(path, keys):
 
 
 class TestActor:
-    """The actor without Ray, which only calls its methods."""
+    """The actor without Ray: the tests call its methods themselves."""
 
     def run(self, tmp_path, program, number=1, actor=None):
         actor = actor or BundleActor("some")
@@ -196,7 +196,7 @@ class TestActor:
         assert outcome.code == 1
         assert "ZeroDivisionError" in outcome.problems[0]
         assert self.run(tmp_path, kill).code == -9
-        # It prints where Ray looks for it.
+        # The program prints to the actor's stderr, which Ray collects.
         assert "dreamerv3: not like this" in capfd.readouterr().err
 
     def test_a_stop_reaches_also_what_comes_after_it(self, tmp_path):
@@ -225,7 +225,7 @@ class TestActor:
 
 
 class Gauge:
-    """Stands in for that of Ray."""
+    """A fake of Ray's gauge."""
 
     def __init__(self, name):
         self.name = name
@@ -235,7 +235,7 @@ class Gauge:
 
 
 def wait(config, host):
-    time.sleep(1.0)  # Until it was looked at.
+    time.sleep(1.0)  # Long enough to be measured.
 
 
 def succeed(config, host):
@@ -271,8 +271,8 @@ def test_a_job_that_would_not_be_saved_is_told_so(caplog):
 
 
 def test_a_new_head_waits_for_the_lock_of_the_old_one(tmp_path):
-    wait_until_free(tmp_path, 0.0)  # No run has been there.
-    with kept_config(str(tmp_path)):
+    wait_until_free(tmp_path, 0.0)  # No run has used this folder.
+    with preserve_config(str(tmp_path)):
         claim(tmp_path)
         with Process(wait_until_free, tmp_path, 60.0, name="waits") as process:
             assert not process.join(1.0)

@@ -1,4 +1,4 @@
-"""Nodes, drivers and jobs that are killed or stopped, in long rounds."""
+"""Slow tests in which nodes, drivers and jobs are killed or stopped."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from benchmarks.chaos.reader import Unreadable, read_manifest
 from benchmarks.chaos.site import SEQUENCE, MetricsWatch
 from embodied.rpc import free_port
 
-ENV_SECONDS, HEAD_SECONDS = 30.0, 90.0  # Until all is well after the loss of a node.
+ENV_SECONDS, HEAD_SECONDS = 30.0, 90.0  # Limits for recovery from a lost node.
 COMPILE_WAIT = 600.0  # Two agents compile at the same time.
 KILLS = 10
 ENVS = 4
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def saved(logdir):
-    """When the newest save began."""
+    """Returns when the newest save began, 0 if there is none."""
     try:
         return read_manifest(logdir / "ckpt" / "manifest.json").time
     except Unreadable:
@@ -42,7 +42,7 @@ def was_lost(driver, name, times):
 
 
 def wait_for_training(cluster, driver, logdir):
-    """Waits for updates and actions of all environments from now on."""
+    """Waits for new updates, and for new actions of all environments."""
     begin = time.time()
     watch = MetricsWatch(logdir / "metrics.jsonl")
 
@@ -98,18 +98,18 @@ def test_a_driver_that_is_killed_leaves_nothing(cluster, tmp_path):
     with cluster.run(logdir, "--run.save_every", "2") as driver:
         wait_for_training(cluster, driver, logdir)
         wait_until(lambda: saved(logdir) > 0, WAIT, driver)
-    # Leaving the block has killed it.
+    # Leaving the block has killed the driver.
     cluster.check_nothing_left()
     step = check_stored(logdir).manifest.meta["step"]
-    with cluster.run(logdir) as driver:  # The same command goes on.
+    with cluster.run(logdir) as driver:  # The same command resumes the run.
         wait_for_training(cluster, driver, logdir)
         cluster.end_run(driver)
     assert check_stored(logdir).manifest.meta["step"] > step
-    assert not list(logdir.glob(".ray-keys*"))  # That of the killed run neither.
+    assert not list(logdir.glob(".ray-keys*"))  # Not even the killed run's.
 
 
 def updates_of(logdir, replica):
-    """Returns how many updates a replica has logged last."""
+    """Returns the number of updates that a replica has logged last."""
     folder = logdir / "replicas" / f"{replica:05}" if replica else logdir
     path = folder / "metrics.jsonl"
     return metrics(folder).get("train/opt/updates", [0])[-1] if path.exists() else 0
@@ -144,7 +144,7 @@ def test_replicas_start_again_together_when_one_is_killed(cluster, tmp_path):
         driver.wait_for("All heads are started again", WAIT)
         driver.wait_for("from the newest checkpoint", WAIT)
         driver.wait_for("from checkpoint", COMPILE_WAIT)
-        before = updates_of(logdir, 0)  # Those of the heads that were killed.
+        before = updates_of(logdir, 0)  # Logged by the heads that were killed.
         wait_for_updates(driver, before + 10)
         seconds = time.time() - moment
         cluster.end_run(driver)
@@ -191,7 +191,7 @@ def test_a_job_and_its_stop(cluster, tmp_path):
     assert {"head", "envs 0 to 1", "envs 2 to 3"} <= set(names)
     ray_command(cluster, "job", "stop", *address, "some-run")
     shown = ray_command(cluster, "job", "logs", *address, "some-run")
-    assert "Ended well" in shown, shown
+    assert "Finished after" in shown, shown
     assert "kills this run after" not in shown
     assert "(head pid=" in shown
     cluster.check_nothing_left()
@@ -204,7 +204,7 @@ def test_ten_random_kills_of_nodes(cluster, tmp_path):
     rng = random.Random(0)
     cluster.add(num_cpus=0)
     nodes = [cluster.add(num_cpus=4, resources={"head": 1}) for _ in range(2)]
-    # Nothing is to be lost for want of room.
+    # The replay is so large that it evicts nothing.
     flags = [
         "--run.save_every",
         "2",

@@ -29,7 +29,7 @@ def test_a_run_goes_on_without_an_env_node_that_is_lost(cluster, tmp_path):
         cluster.wait_for_actions(driver, 2, time.time())
 
         cluster.end_run(driver)
-        # Lines come under the names of their bundles.
+        # Lines are prefixed with the names of their bundles.
         assert "(head pid=" in driver.output()
     check_ended(logdir)
 
@@ -47,7 +47,7 @@ def test_a_lost_env_node_is_replaced_when_another_joins(cluster, tmp_path):
         cluster.kill(lost)
         moment = time.time()
         driver.wait_for(": lost (", WAIT)
-        # There is no room: the run goes on with the others until a node joins.
+        # There is no room: the run goes on with the other envs until a node joins.
         driver.wait_for("waiting for a node with CPU=2. 2 of 4 training", WAIT)
         assert len(cluster.acting(moment + 5.0)) == 2
         cluster.add(num_cpus=2)
@@ -80,13 +80,13 @@ def test_ray_is_started_here_where_there_is_no_address(tmp_path):
     with Program(*argv, environ={**environ, TRACES: str(traces)}) as driver:
         driver.wait_for("Bottleneck", WAIT)
         assert "Started Ray on this machine at 127.0.0.1:" in driver.output()
-        # It asks for a token that this user alone can read, and nobody else gets there.
+        # Ray needs a token that only this user can read, and listens only at loopback.
         token = tmp_path / ".ray" / "auth_token"
         assert token.stat().st_mode & 0o777 == 0o600
         assert listening(mark) == {"127.0.0.1"}
         driver.interrupt()
         assert driver.wait(WAIT) == 0, driver.output()
-        assert "Ended well" in driver.output()
+        assert "Finished after" in driver.output()
     wait_until(lambda: not marked_processes(mark), WAIT)
     assert check_stored(logdir).manifest.meta["step"] > 0
 

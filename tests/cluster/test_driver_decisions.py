@@ -1,4 +1,4 @@
-"""What the driver does when bundles are placed, lost, stopped and end."""
+"""The driver's decisions when bundles are placed, lost or stopped, or end."""
 
 import contextlib
 import threading
@@ -29,7 +29,7 @@ def place(address="10.0.0.1", sees=True):
 
 
 class Run:
-    """A run on a cluster that does what the test says."""
+    """A run on a fake cluster that the test controls."""
 
     def __init__(self, logdir, *flags, trusted=False):
         config = load_config([*FLAGS, *flags, "--logdir", str(logdir)])
@@ -58,7 +58,7 @@ class Run:
         self.outcome = self._run.run(self.stop)
 
     def call(self, name, method, after=None):
-        """Waits for a call of a bundle, another one than `after`."""
+        """Waits for a call of a bundle's method other than `after`, and returns it."""
         wait_until(lambda: self.ray.call(name, method) not in (None, after), 20)
         return self.ray.call(name, method)
 
@@ -108,7 +108,7 @@ def test_the_head_comes_first_and_envs_get_its_address(tmp_path):
             2,
             "SPREAD",
         )
-        # The other bundle has no room; the run ends all the same.
+        # The other bundle was not placed; the run ends all the same.
         run.call("head", "run").answer(Outcome(0))
         assert run.end() == Outcome(0)
         assert all(actor.killed for actor in run.ray.actors)
@@ -154,7 +154,7 @@ def test_lost_envs_are_placed_again(tmp_path):
         before = run.ray.newest(FIRST)
         run.call(FIRST, "run").fail("gone", "ActorUnavailableError")
         wait_until(lambda: run.ray.newest(FIRST) is not before)
-        assert before.killed  # It may be there after all.
+        assert before.killed  # It may still be alive.
         run.call(FIRST, "place").answer(place("10.0.0.3"))
         assert run.call(FIRST, "run").arguments[0] == 2
         assert len(run.ray.newest(SECOND).calls) == 2
@@ -197,7 +197,7 @@ def test_a_head_that_is_lost_again_and_again_ends_the_run(tmp_path):
         wait_until(lambda: len(run.ray.actors) == 2)
         run.call("head", "place").fail("Boom.\nModuleNotFoundError: no dreamerv3.")
         outcome = run.end()
-        # Ray refuses a name that an actor has which is not quite dead.
+        # Ray refuses the name of an actor that is not entirely dead yet.
         assert len({actor.options["name"] for actor in run.ray.actors}) == 2
         assert outcome.code == 1
         assert "--run.restarts.agent" in outcome.problems[0]

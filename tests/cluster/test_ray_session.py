@@ -1,4 +1,4 @@
-"""What is said of the nodes of a cluster before a run starts there."""
+"""Checks of the nodes of a cluster before a run starts there."""
 
 import logging
 import types
@@ -13,7 +13,7 @@ HEAD = {"head": 1.0}
 
 
 def nodes_with(*resources):
-    """Stands in for Ray with nodes a, b and so on, of these resources."""
+    """Fakes Ray with live nodes a, b and so on of these resources, and a dead one."""
     nodes = [
         {
             "NodeID": name,
@@ -30,7 +30,7 @@ def nodes_with(*resources):
 
 @pytest.fixture
 def check(monkeypatch, caplog, tmp_path):
-    """Checks nodes, those of `seeing` with the logdir; returns what is said."""
+    """Checks nodes, of which those in `seeing` see the logdir; returns the messages."""
 
     def run(ray, seeing="abc", replicas=1, address="auto"):
         monkeypatch.setattr(ray_session, "_nodes_that_see", lambda *_: set(seeing))
@@ -67,13 +67,12 @@ def test_one_node_may_have_a_logdir_of_its_own(check):
 
 def test_a_cluster_without_room_may_get_it_later(check):
     assert check(nodes_with({}, {})) == (
-        "Nodes that can hold head=1: 0 of the 1 that are needed. The run waits for "
-        "others."
+        "Nodes that can hold head=1: 0 of 1 needed. The run waits for more nodes."
     )
 
 
 def test_replicas_wait_for_a_node_each(check):
-    assert "1 of the 2 that are needed" in check(nodes_with(HEAD, {}), replicas=2)
+    assert "1 of 2 needed" in check(nodes_with(HEAD, {}), replicas=2)
     assert "Only" not in check(nodes_with(HEAD, HEAD, HEAD), replicas=2)
 
 

@@ -1,4 +1,4 @@
-"""What every suite must do, for the tests of each."""
+"""Checks that every suite must pass, for the tests of each suite."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def check_suite(task, steps, ends=1, **options):
     """Checks spaces, episodes and seeds of a task.
 
     Args:
-      task: its name.
-      steps: number of random steps, within which at least `ends` episodes end.
-      ends: see there.
-      **options: of the suite.
+      task: name of the task.
+      steps: number of random steps.
+      ends: least number of episodes that must end within these steps.
+      **options: options of the suite.
 
     Returns:
-      The observations, with the seed 3.
+      The observations with seed 3.
     """
     history = rollout(task, steps, seed=3, **options)
     assert episodes(history) >= ends, f"Only {episodes(history)} episodes ended."
@@ -84,7 +84,7 @@ def check_suite(task, steps, ends=1, **options):
 
 @contextlib.contextmanager
 def skip_without_rendering():
-    """Skips a test that draws images where the machine has no way to."""
+    """Skips a test that needs images if this machine cannot render."""
     try:
         yield
     except RenderingUnavailable as error:

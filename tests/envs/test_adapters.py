@@ -18,7 +18,7 @@ MODULES = ("dmlab", "procgen", "minecraft")
 
 @pytest.fixture
 def install(monkeypatch):
-    """Returns a function that puts fake modules in place; ours are gone afterwards."""
+    """Returns a function that installs fake modules; unloads adapters at the end."""
 
     def install(name, **attributes):
         module = types.ModuleType(name)
@@ -33,7 +33,7 @@ def install(monkeypatch):
 
 
 def forget():
-    """Lets the adapters be imported anew."""
+    """Unloads the adapters, so that they are imported again."""
     for name in MODULES:
         sys.modules.pop(f"embodied.envs.{name}", None)
         vars(envs).pop(name, None)

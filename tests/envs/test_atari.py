@@ -119,7 +119,7 @@ def test_a_step_sums_the_rewards_of_its_frames():
         options = {"sticky": False, "noops": 0, "length": 10**6}
         env = Atari("boxing", repeat=repeat, **options)
         step(env, reset=True)
-        # Towards the opponent, and hit.
+        # Moves towards the opponent and hits.
         return [float(step(env, 16)["reward"]) for _ in range(steps)]
 
     fine = rewards(1, 1200)
@@ -171,7 +171,7 @@ def test_lost_lives():
         history = play_idle(env, 600)
         return terminals(history), episodes(history)
 
-    # Of its five lives, each is lost soon if nobody moves.
+    # Each of the five lives is soon lost if the paddle does not move.
     ended, games = counts("unused")
     assert ended == games >= 3
     lost, same_games = counts("discount")

@@ -1,4 +1,4 @@
-"""The Behaviour Suite: experiments, and the seeds their settings leave open."""
+"""The Behaviour Suite: experiments, and seeds for what their settings do not fix."""
 
 from __future__ import annotations
 

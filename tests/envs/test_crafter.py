@@ -30,7 +30,7 @@ def test_image_has_the_chosen_size():
 
 
 def test_creatures_are_drawn_in_the_order_of_their_positions(monkeypatch):
-    # Sets of creatures come in the order of their addresses, which no seed decides.
+    # Sets of creatures iterate in the order of their addresses, whatever the seed.
     orders = []
     monkeypatch.setattr(
         crafter.Env,
@@ -83,7 +83,7 @@ def test_logs_are_off_by_default():
 
 
 def test_death_is_terminal_and_running_out_of_time_is_not():
-    # Who only sleeps starves or is found by zombies.
+    # A player that does nothing starves or is killed by zombies.
     env = Crafter(seed=2)
     obs = env.step({"reset": True})
     steps = 0

@@ -1,4 +1,4 @@
-"""The dummy environment: every kind of observation, cheap, and never the same."""
+"""The dummy environment: cheap, with varied observations of every kind."""
 
 from __future__ import annotations
 

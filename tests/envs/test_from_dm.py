@@ -15,7 +15,7 @@ from embodied.envs.from_dm import FromDM
 from embodied.envs.keys import UnsupportedSpace
 from embodied.wrappers import wrap
 
-# The parts of dm_env that environments are made of, so that it need not be installed.
+# Stand-ins for the types of dm_env, so that it need not be installed.
 Array = dataclasses.make_dataclass("Array", ["shape", "dtype"])
 Bounded = dataclasses.make_dataclass("Bounded", ["minimum", "maximum"], bases=(Array,))
 
@@ -179,7 +179,7 @@ def test_close_once():
     [
         ({"reward": Array((), np.float32)}, None, "'reward', which is reserved"),
         ({"action": Array((), np.float32)}, None, "'action', which occurs twice"),
-        ({"text": Array((), np.dtype("U4"))}, None, "numbers at 'text'"),
+        ({"text": Array((), np.dtype("U4"))}, None, "numeric spec at 'text'"),
         (None, Array((), np.int32), "'action' to have bounds"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The grid task: hard for chance, easy for whoever sees it."""
+"""The grid task: hard for a random policy, easy for one that sees the image."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TASKS = pytest.mark.parametrize("task", ["reach", "avoid"])
 
 
 def find(image, color):
-    """The cell whose middle has a color; None if there is none."""
+    """Returns the cell whose middle has the `color`, or None."""
     height, width = (side // CELLS for side in image.shape[:2])
     middles = image[height // 2 :: height, width // 2 :: width]
     cells = np.argwhere((middles == color).all(-1))
@@ -62,7 +62,7 @@ def test_random_policy_rarely_succeeds(task, low, high):
     rng = np.random.default_rng(0)
     actions = iter(rng.integers(0, len(MOVES), 200_000))
     rate, lengths = play(Grid(task, seed=0), lambda image: next(actions), episodes=5000)
-    # Its standard error is 0.005, so that another seed would not fail this either.
+    # The standard error is 0.005, so that the test would pass with other seeds too.
     assert low <= rate <= high
     assert max(lengths) == 10
 

@@ -1,4 +1,4 @@
-"""Vector environments: each row is what a single environment would be."""
+"""Each row of a vector environment behaves like a single environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from embodied.base import BatchEnv
 from embodied.envs import env_seed, registry
 from embodied.envs.from_gym import FromGym
 from embodied.envs.grid import Grid
-from embodied.envs.gym_vector import OneOfBatch, VectorGym, make_vector
+from embodied.envs.gym_vector import SingleEnv, VectorGym, make_vector
 from embodied.envs.keys import UnusableEnv
 from embodied.run.parallel.env import EnvGroup
 from embodied.wrappers import FitBatch, SpaceError, wrap
@@ -25,12 +25,12 @@ STEPS = 60
 
 
 def make_pendulums(num_envs):
-    """Registered nowhere."""
+    """Makes a vector environment that is not registered."""
     return gymnasium.make_vec("Pendulum-v1", num_envs, vectorization_mode="sync")
 
 
 class Count(gymnasium.vector.VectorEnv):
-    """Counts steps, and ends after three; its info and its text say so."""
+    """Counts steps and ends episodes after three; its text and info show the count."""
 
     def __init__(self, num_envs):
         self.metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
@@ -63,7 +63,7 @@ class Count(gymnasium.vector.VectorEnv):
 
 
 def compare(batch, singles, actions):
-    """Steps both, with `reset` as an actor would ask for it."""
+    """Checks that both return the same, with `reset` set as an actor would."""
     reset = np.ones(len(batch), bool)
     for action in actions:
         found = batch.step({"reset": reset, **action})
@@ -90,7 +90,7 @@ def test_a_vector_of_single_environments_is_what_they_are(task, key):
     assert batch.obs_space == singles[0].obs_space
     assert batch.act_space == singles[0].act_space
     rng = np.random.default_rng(0)
-    # Beyond the bounds, too, for continuous ones to be clipped.
+    # Also beyond the bounds, so that continuous actions are clipped.
     wide = 1.5 if task == "Pendulum-v1" else 1
     actions = [
         {
@@ -137,7 +137,7 @@ def test_values_that_do_not_fit_are_refused():
 
 
 class Rows(BatchEnv):
-    """Returns what a test puts into it."""
+    """Returns the values that a test sets."""
 
     obs_space = {  # noqa: RUF012
         "speed": Space(np.float64, (2,), -1, 1),
@@ -206,7 +206,7 @@ def test_other_ways_to_reset_are_refused():
 
 
 def test_one_row_is_an_environment():
-    env = OneOfBatch(make_vector("CartPole-v1", [3], "sync"))
+    env = SingleEnv(make_vector("CartPole-v1", [3], "sync"))
     single = FromGym("CartPole-v1", seed=3)
     for reset in (True, False, False):
         action = {"reset": np.bool_(reset), "action": np.int32(1)}
@@ -254,7 +254,9 @@ def test_workers_step_a_batch_in_one_call(flags):
     alone = EnvGroup(EnvFactory(config), [4], is_eval=False)
     assert alone.step()["obs"].shape == (3,)
     one = make_env(config, 4)
-    assert one.obs_space == group._spaces
+    step = one.step({key: value[0] for key, value in group.actions.items()})
+    found = {key: (obs[key].dtype, obs[key].shape[1:]) for key in one.obs_space}
+    assert found == {key: (np.asarray(x).dtype, np.shape(x)) for key, x in step.items()}
     for closed in (group, alone, one):
         closed.close()
 

@@ -1,4 +1,4 @@
-"""Gymnasium's MuJoCo tasks, through the adapter of all its environments."""
+"""Gymnasium's MuJoCo tasks, through the general Gymnasium adapter."""
 
 from __future__ import annotations
 

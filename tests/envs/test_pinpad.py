@@ -52,7 +52,7 @@ def test_the_right_order_is_rewarded(task):
     env.step({"reset": True})
     rewards = [walk(env, target) for target in env.order]
     assert rewards == [0.0] * (len(rewards) - 1) + [REWARD]
-    # Once more, from where it was put.
+    # Once more, from where the reward has moved the agent.
     assert sum(walk(env, target) for target in env.order) == REWARD
 
 

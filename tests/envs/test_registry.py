@@ -1,4 +1,4 @@
-"""The registry: names become environments, and mistakes become advice."""
+"""The registry makes environments from names, and explains mistakes in them."""
 
 from __future__ import annotations
 

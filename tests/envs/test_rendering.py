@@ -1,4 +1,4 @@
-"""How MuJoCo renders: a choice that is made before it is imported."""
+"""The choice of MuJoCo's rendering backend, which is made before its import."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from embodied.envs.rendering import RenderingUnavailable, choose_backend
 
 @pytest.fixture
 def headless(monkeypatch):
-    """A Linux machine without a display; returns how to set its libraries."""
+    """Fakes a headless Linux machine; returns a function that sets its libraries."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("DISPLAY", raising=False)
-    # Set first, so that what the code sets is undone after the test.
+    # Set here, so that monkeypatch undoes what the code sets.
     monkeypatch.setenv("MUJOCO_GL", "")
 
     def install(*files):

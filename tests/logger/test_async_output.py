@@ -1,4 +1,4 @@
-"""A slow output delays nobody until its queue is full, and loses nothing."""
+"""A slow output blocks callers only while its queue is full, and loses nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMEOUT = 30
 
 
 class SlowOutput(AsyncOutput):
-    """Writes when it is let to, in steps that the test controls."""
+    """An output whose writes wait until the test opens the gate."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)

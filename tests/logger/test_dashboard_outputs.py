@@ -1,4 +1,4 @@
-"""Weights & Biases (offline) and Scope get what was logged, or say what is missing."""
+"""Weights & Biases (offline) and Scope get the metrics, or name what to install."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class TestWandb:
             "g",
         )
 
-    @pytest.mark.filterwarnings("default")  # wandb's own warnings are not ours.
+    @pytest.mark.filterwarnings("default")  # wandb's own warnings are not errors here.
     def test_an_offline_run_is_written_to_the_folder(self, tmp_path, monkeypatch):
         wandb = pytest.importorskip("wandb", reason="the wandb extra is not installed")
         monkeypatch.setenv("WANDB_MODE", "offline")

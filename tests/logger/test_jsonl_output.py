@@ -212,7 +212,7 @@ def test_a_killed_process_leaves_a_file_that_the_next_run_continues(tmp_path):
 
 @pytest.fixture
 def no_room():
-    """Limits the size of files, as a full disk does: a write ends half-way."""
+    """Limits the size of files, so that a write ends half-way as on a full disk."""
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 

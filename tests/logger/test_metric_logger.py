@@ -1,4 +1,4 @@
-"""Metrics reach every output, whatever happens to one of them."""
+"""Metrics reach every output, even if another output fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embodied.logger import Logger
 
 
 class Collector:
-    """Keeps what it is given, or fails as it is told."""
+    """Keeps all summaries, or raises `error` if it is set."""
 
     def __init__(self):
         self.summaries = []

@@ -1,4 +1,4 @@
-"""Event files hold what was logged, and TensorBoard's format."""
+"""Event files hold the logged metrics in TensorBoard's format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def masked_crc(data):
 def read(folder):
     """Returns (step, value protobuf) of all event files, checking their checksums.
 
-    As in TensorBoard, the start of a session hides the steps from its own on.
+    As in TensorBoard, the start of a session hides earlier events from its step on.
     """
     result = []
     paths = folder.glob("events.out.tfevents.*")

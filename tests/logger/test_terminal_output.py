@@ -17,7 +17,7 @@ FILTER = "score|length|fps|ratio|train/loss/|train/rand/"
 
 
 class Clock:
-    """Time that passes only when told to."""
+    """A clock that only the test advances."""
 
     def __init__(self):
         self.now = 0.0
@@ -95,7 +95,7 @@ class TestLines:
         assert stream.getvalue() == f"step 3 | {text}\n"
 
     def test_lines_are_short_and_have_what_matters(self):
-        # Of a parallel run: hundreds of metrics, and a filter that lets all pass.
+        # As in a parallel run: hundreds of metrics, and a filter that lets all pass.
         metrics = {f"server/actor/some_rate_{i}": 1e9 / 7 for i in range(300)}
         metrics |= {"episode/score": -12345.678, "train/opt/loss": 1.5}
         metrics |= {"parallel/bottleneck": "learner: it waits 0% of the time"}
@@ -213,7 +213,7 @@ class TestLiveLine:
             clock.now, step[0] = now, then
             output._live.refresh()
         output.close()
-        # The rate counts from the first steps: before them, something was compiled.
+        # The rate counts from the first steps, because compiling comes before them.
         assert "step 60/200 (30%) | 2 steps/s | 0:01:10 left" in lines(stream)[-1]
 
     def test_a_pause_is_not_part_of_the_rate(self):
@@ -294,7 +294,7 @@ class TestRealTerminal:
         assert text.index("the end") > text.rindex(SHOW)
 
     def test_the_cursor_is_there_also_while_the_line_is_shown(self):
-        # Nobody could bring it back after SIGKILL.
+        # The process cannot restore the cursor after SIGKILL.
         text = run_code(PREAMBLE + "import os\nos.kill(os.getpid(), 9)")
         assert text.rindex(SHOW) > text.rindex(HIDE)
 

@@ -14,7 +14,7 @@ from embodied.replay import Replay
 
 @pytest.fixture
 def memory_folder():
-    """Makes folders in memory where there is such a place: syncing is quick there."""
+    """Makes temporary folders, if possible in memory, where syncing is quick."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     return lambda: tempfile.TemporaryDirectory(dir=place)
 
@@ -46,5 +46,5 @@ def make(tmp_path):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Keeps two saves."""
+    """A Checkpoint that keeps two saves."""
     return Checkpoint(tmp_path, keep=2, min_free_bytes=0)

@@ -1,4 +1,4 @@
-"""What tests of saved replays share."""
+"""Helpers for the tests of saved replays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of limiters share."""
+"""Helpers for the tests of limiters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE = 60.0  # Seconds after which a thread that waits counts as stuck.
 
 
 def started(ratio=0.5, tolerance=64, min_size=16):
-    """Returns a limiter at the moment at which training begins."""
+    """Returns a limiter at the moment training begins."""
     limiter = SamplesPerInsert(ratio, tolerance, min_size)
     limiter.insert(1)
     limiter.available(min_size, full=False)
@@ -29,7 +29,7 @@ def may_sample(limiter):
 
 
 def insert(limiter, amount=1, timeout=PATIENCE):
-    """Counts steps as soon as they may be stored; returns whether they may."""
+    """Waits until steps may be stored, then counts them; returns whether it did."""
     if not limiter.wait_insert(amount, timeout):
         return False
     limiter.insert(amount)
@@ -37,7 +37,7 @@ def insert(limiter, amount=1, timeout=PATIENCE):
 
 
 def sample(limiter, amount=16, timeout=PATIENCE):
-    """Counts samples as soon as they may be drawn; returns whether they may."""
+    """Waits until samples may be drawn, then counts them; returns whether it did."""
     if not limiter.wait_sample(timeout):
         return False
     limiter.sample(amount)
@@ -77,7 +77,7 @@ class Call:
 
 
 def wait_until(condition):
-    """Waits for what other threads are about to bring about."""
+    """Waits until other threads have made the condition true."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "Other threads are stuck."
@@ -85,7 +85,7 @@ def wait_until(condition):
 
 
 def wait_until_in_line(limiter, amount):
-    """Waits until so many calls of the limiter wait in other threads."""
+    """Waits until `amount` calls of the limiter are waiting in other threads."""
 
     def in_line():
         stats = limiter.stats()

@@ -1,4 +1,4 @@
-"""Steps that tell who they are, so that a sample can be checked on its own."""
+"""Steps whose contents identify them, so that a sample can be checked on its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLASSES = 5
 
 
 def make_step(worker, count, first=False, last=False, version=0):
-    """Step number `count` of a worker. All of it follows from the arguments."""
+    """Returns step number `count` of a worker, determined by the arguments alone."""
     identity = np.array([worker, count], np.int64)
     return {
         "worker": np.int32(worker),
@@ -26,7 +26,7 @@ def make_step(worker, count, first=False, last=False, version=0):
 
 
 def make_latents(worker, count, version):
-    """Latents that tell the step and how often it was refreshed."""
+    """Returns latents that encode the step and the version of its last refresh."""
     value = np.array([worker % 100, count % 100, version % 100, 1])
     return {
         "dyn/deter": value.astype(ml_dtypes.bfloat16),
@@ -41,7 +41,7 @@ def make_steps(workers, counts, **kwargs):
 
 
 def check_batch(batch):
-    """Raises unless every sequence is whole: one worker, one step after the other."""
+    """Raises unless every sequence holds intact, consecutive steps of one worker."""
     workers, counts = batch["worker"], batch["count"]
     assert (workers == workers[:, :1]).all()
     assert (np.diff(counts, axis=1) == 1).all(), counts
@@ -58,7 +58,7 @@ def check_batch(batch):
 
 
 def check_latents(batch, workers, counts):
-    """Raises unless all latents are of their own step, and of one version."""
+    """Raises unless latents belong to their steps, with all keys of one version."""
     context = batch["dyn/deter"].shape[1]
     deter = batch["dyn/deter"].astype(np.int64)
     assert (deter[..., 0] == workers[:, :context] % 100).all()
@@ -68,12 +68,12 @@ def check_latents(batch, workers, counts):
 
 
 def versions(batch):
-    """How often the latents of each context step were refreshed: [B, K]."""
+    """Returns the version of each context step's latents, at first 0: [B, K]."""
     return batch["dyn/deter"][..., 2].astype(np.int64)
 
 
 def make_update(batch, version, priority=None):
-    """What training sends for all steps of a batch."""
+    """Returns the update that training would send for all steps of a batch."""
     workers, counts = batch["worker"], batch["count"]
     latents = [
         [make_latents(w, c, version) for w, c in zip(*row)]
@@ -96,13 +96,13 @@ def write_save(replay):
 
 
 def fill(replay, workers, counts):
-    """Adds one step after the other to each of the workers."""
+    """Adds the steps with these counts, in order, to each of the workers."""
     for count in counts:
         replay.add_batch(make_steps(workers, [count] * len(workers)), workers)
 
 
 def all_starts(replay, selector_draws=None):
-    """The (worker, count) at which a sequence can begin, seen by sampling often."""
+    """Returns the (worker, count) of all sequence starts, found by sampling often."""
     draws = selector_draws or 40 * max(1, len(replay))
     batch = replay.sample(draws, "report")
     check_batch(batch)

@@ -1,4 +1,4 @@
-"""What the tests of selectors share."""
+"""Helpers for the tests of selectors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def filled(name, amount):
 
 
 def assert_distribution(drawn, chances):
-    """Checks that slots were drawn with the chances, a dict that sums to one."""
+    """Checks that slots were drawn with these probabilities, which sum to one."""
     counts = Counter(drawn.tolist())
     assert set(counts) <= {slot for slot, chance in chances.items() if chance > 0}
     possible = [slot for slot, chance in chances.items() if chance > 0]

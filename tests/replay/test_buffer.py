@@ -202,7 +202,7 @@ class TestEpisodes:
         self.add(replay, 0, first=True)
         self.add(replay, 1)
         replay.abandon(0)
-        replay.abandon(99)  # Nobody has heard of this worker.
+        replay.abandon(99)  # An unknown worker.
         assert replay.sample(1)["is_last"].tolist() == [[False, True]]
         self.add(replay, 2)
         batch = replay.sample(2, "report")

@@ -69,7 +69,7 @@ class TestCapacity:
         step = {"image": np.zeros((64, 64, 3), np.uint8)}
         with pytest.raises(
             ValueError,
-            match=r"Replay 'train' is to hold 5000000 steps of 12328 bytes, 61.6 GB, "
+            match=r"Replay 'train' should hold 5000000 steps of 12328 bytes, 61.6 GB, "
             r"but bytes=1e\+06 holds 81 steps",
         ):
             replay.add(step)
@@ -89,7 +89,7 @@ class TestCapacity:
         size = replay.stats()["bytes"] // 16
         fits = int(0.8e5 // size)
         assert f"hold {fits} steps. The capacity shrinks to that" in record.message
-        assert "Replay 'train' is to hold 1000000 steps" in record.message
+        assert "Replay 'train' should hold 1000000 steps" in record.message
         fill(replay, [0], range(6, 2 * fits))
         assert 0.9 * fits < len(replay) <= fits
         assert replay.stats()["bytes"] <= 0.8e5
@@ -246,7 +246,7 @@ class TestUpdates:
         [
             ({"stepid": np.zeros((1, 3, 19), np.uint8)}, r"\[..., 20\]"),
             ({"stepid": np.zeros((1, 3, 20), np.int32)}, "got int32"),
-            ({"dyn/deter": np.zeros((1, 3, 4), np.float32)}, "dyn/deter as bfloat16"),
+            ({"dyn/deter": np.zeros((1, 3, 4), np.int32)}, "dyn/deter as bfloat16"),
             ({"dyn/stoch": np.zeros((1, 2, 3), np.uint8)}, r"\(1, 3, 3\)"),
             ({"priority": np.zeros((1, 2), np.float32)}, r"priority of shape \(1, 3\)"),
             ({"image": np.zeros((1, 3), np.uint8)}, r"got \['image'\] in addition"),

@@ -1,4 +1,4 @@
-"""The limits of control groups, as folders and files."""
+"""Memory limits of control groups, read from fake folders and files."""
 
 import math
 
@@ -6,12 +6,12 @@ import pytest
 
 from embodied.replay.sizing import cgroup_bytes_left
 
-UNLIMITED_V1 = 9223372036854771712  # What version 1 writes for no limit.
+UNLIMITED_V1 = 9223372036854771712  # The value that version 1 writes for no limit.
 
 
 @pytest.fixture
 def system(tmp_path):
-    """Makes groups, and asks what they leave."""
+    """Fake control groups, which can be asked how much memory they leave."""
     return System(tmp_path)
 
 

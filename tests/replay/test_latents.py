@@ -13,7 +13,7 @@ FLOATS = [np.dtype(x) for x in (np.float16, np.float32, np.float64, ml_dtypes.bf
 
 
 def round_trip(key, values):
-    """Stores a step for each of the values, and returns what is sampled."""
+    """Stores one step per value, and returns the sampled values in the same order."""
     replay = Replay(1, context=1)
     replay.add_batch({key: values, "row": np.arange(len(values))}, range(len(values)))
     batch = replay.sample(50 * len(values))
@@ -24,7 +24,7 @@ def round_trip(key, values):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_floats_come_back_bit_by_bit(dtype):
     bits = np.random.default_rng(0).integers(0, 255, (3, 8 * dtype.itemsize), np.uint8)
-    values = bits.view(dtype)  # Among them NaNs, whose bits differ too.
+    values = bits.view(dtype)  # Includes NaNs with different bits.
     found = round_trip("dyn/deter", values)
     assert found.dtype == dtype
     assert (np.ascontiguousarray(found).view(np.uint8) == bits).all()

@@ -30,11 +30,11 @@ RATIOS = st.one_of(
 
 
 def train(limiter, steps, stored, batch):
-    """Collects steps, and trains all that is due; returns how many batches."""
+    """Inserts steps and samples all batches that are due; returns how many."""
     limiter.insert(steps)
     limiter.available(stored, full=False)
     due = limiter.due(batch)
-    last = min(due, 20)  # One at a time; those before at once, which is quicker.
+    last = min(due, 20)  # The last ones singly, all others at once, which is quicker.
     if due > last:
         limiter.sample(batch * (due - last))
     for left in reversed(range(last)):
@@ -182,7 +182,7 @@ def test_whoever_comes_one_side_may_go_on_and_the_bounds_hold(run, choices):
         check_bounds(limiter, run)
 
 
-# One thread, which is told how much to train.
+# One thread, which asks how many batches are due.
 
 
 @given(RATIOS, st.integers(1, 8), st.lists(st.integers(1, 40)))

@@ -46,7 +46,7 @@ def test_inserts_are_free_again_when_the_buffer_was_cleared():
 
 
 def run_threads(run, rounds):
-    """Runs a thread on each side until the inserter is done; returns the state."""
+    """Runs a thread on each side until all is inserted; returns `begun` and stats."""
     limiter = make_limiter(run)
     failures = []
 
@@ -73,7 +73,7 @@ def run_threads(run, rounds):
 
     inserting, sampling = Call(insert_all), Call(sample_all)
     inserting.wait()
-    if limiter.begun:  # The sampler draws all that is left to draw.
+    if limiter.begun:  # Wait until the sampler has drawn all that is due.
         wait_until(lambda: limiter.stats()["ahead"] > 0)
     state = limiter.stats()
     limiter.close()

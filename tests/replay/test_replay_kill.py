@@ -1,4 +1,4 @@
-"""What is left of replay when its process is killed while it saves.
+"""A replay keeps all committed steps if its process is killed during a save.
 
 The test runs this file as its child process.
 """
@@ -35,7 +35,7 @@ def make(root):
 
 
 def load(root):
-    """Returns the replay and the meta of the newest whole checkpoint."""
+    """Returns the Checkpoint, and the replay and meta of its newest intact save."""
     checkpoint = Checkpoint(root, keep=2, min_free_bytes=0)
     checkpoint.clean()
     replay, loaded = make(root), checkpoint.load()
@@ -48,7 +48,7 @@ def load(root):
 
 
 def save_until_killed(root):
-    """The child: adds steps, refreshes some, and commits, again and again."""
+    """Adds steps, refreshes some and commits, in a loop. Runs in the child process."""
     checkpoint, replay, meta = load(root)
     spans = meta["spans"]
     start = spans[-1][1] + 1000 if spans else 0
@@ -67,7 +67,7 @@ def save_until_killed(root):
 
 
 def check_newest(root):
-    """Raises unless replay is as the newest checkpoint says; returns its last count."""
+    """Raises unless replay matches the newest checkpoint; returns its last count."""
     _, replay, meta = load(root)
     expected = [
         (worker, count)
@@ -83,7 +83,7 @@ def check_newest(root):
 
 
 def check_files(root):
-    """Raises unless exactly the files that kept checkpoints list are there."""
+    """Raises unless the folder holds exactly the files that kept checkpoints list."""
     manifests = [root / "ckpt/manifest.json", *(root / "ckpt/manifests").iterdir()]
     listed = {
         record.path

@@ -1,4 +1,4 @@
-"""Replay does what a simple list of steps does, whatever comes in which order."""
+"""Replay behaves like a simple list of steps, for any order of operations."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Run:
         self.replay.update(make_update(batch, self.updates, priority))
         for pair in zip(batch["worker"].reshape(-1), batch["count"].reshape(-1)):
             step = self.model.steps.get(tuple(int(x) for x in pair))
-            if step is not None:  # Else it was made after the last save.
+            if step is not None:  # Else it came after the save that was loaded.
                 step.version = self.updates
 
     def abandon(self, worker):

@@ -6,46 +6,9 @@ import numpy as np
 import pytest
 from selector_testing import FACTORIES, UPROBS, filled, slots
 
-from embodied.checkpoint import load_tree, save_tree
 from embodied.replay import selectors
 
 every_selector = pytest.mark.parametrize("name", FACTORIES)
-
-
-@every_selector
-def test_a_checkpoint_on_disk_restores_a_selector(name, tmp_path):
-    selector = filled(name, 100)
-    selector.prioritize(np.arange(50), np.linspace(0, 9, 50))
-    selector.sample(30)
-    save_tree(tmp_path, "selector", selector.save())
-    restored = FACTORIES[name]()
-    restored.load(load_tree(tmp_path, "selector"))
-    for peek in (False, True):
-        expected = selector.sample(500, peek)
-        np.testing.assert_array_equal(restored.sample(500, peek), expected)
-
-
-@every_selector
-def test_a_saved_state_does_not_change_with_the_selector(name):
-    selector = filled(name, 50)
-    data = selector.save()
-    expected = selector.sample(20)
-    selector.prioritize(np.arange(50), np.zeros(50))
-    selector.remove(np.arange(40))
-    for _ in range(2):
-        restored = FACTORIES[name]()
-        restored.load(data)
-        np.testing.assert_array_equal(restored.sample(20), expected)
-
-
-@every_selector
-def test_a_selector_refuses_the_saved_state_of_another_kind(name):
-    selector = filled(name, 3)
-    other = filled("fifo" if name != "fifo" else "uniform", 5)
-    for data in (other.save(), None, {}, {"kind": type(selector).__name__}):
-        with pytest.raises(ValueError, match="Expected the saved state of a"):
-            selector.load(data)
-    assert len(selector) == 3
 
 
 @every_selector
@@ -99,7 +62,6 @@ def test_operations_on_no_slots_do_nothing(name):
         selector.remove([])
         selector.prioritize(slots(), np.zeros(0))
         assert len(selector) == 10
-    assert FACTORIES[name]().save() is not None
 
 
 @every_selector

@@ -1,4 +1,4 @@
-"""Many threads insert, sample, update and save, and nobody sees half of anything."""
+"""Threads that insert, sample, update and save at once never see partial data."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Crew:
         )
 
     def run(self, enough):
-        """Runs all threads until time is up, and longer on a busy machine.
+        """Runs all threads until time is up, and up to 60 s longer on a busy machine.
 
         Args:
-          enough: whether there was enough of everything.
+          enough: returns whether every thread has done enough work.
         """
         for thread in self._threads:
             thread.start()
@@ -60,7 +60,7 @@ class Crew:
 
 
 class Work:
-    """What the threads do with one buffer."""
+    """The operations that threads repeat on one buffer."""
 
     def __init__(self, replay):
         self.replay = replay
@@ -76,7 +76,7 @@ class Work:
     def sample(self, mode):
         try:
             batch = self.replay.sample(8, mode)
-        except LookupError:  # So early that there is nothing yet.
+        except LookupError:  # Nothing is stored yet.
             return
         check_batch(batch)
         self.latest = batch
@@ -102,7 +102,7 @@ def test_no_sequence_is_torn(memory_folder, seconds):
     with memory_folder() as folder:
 
         def make(selector=None):
-            # So little memory that rows are used again all the time.
+            # Memory is so small that rows are reused all the time.
             return Replay(
                 6,
                 300,
@@ -226,7 +226,7 @@ def test_an_update_of_what_is_cleared_meanwhile_does_not_reach_what_follows():
     thread = threading.Thread(target=work)
     with replay._latents:
         thread.start()
-        assert found.wait(60)  # It has found its steps and waits for their latents.
+        assert found.wait(60)  # The update has found its steps and waits for the lock.
         replay.clear()
         replay.add_batch(make_steps([0] * 3, range(3)), [0] * 3)
     thread.join(60)

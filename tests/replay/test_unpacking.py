@@ -1,4 +1,4 @@
-"""A file of the replay cannot unpack to more than its steps can take."""
+"""A replay file cannot unpack to more bytes than its steps can take up."""
 
 import subprocess
 import sys
@@ -12,8 +12,8 @@ from embodied.checkpoint import CheckpointError
 from embodied.replay import Replay, chunkfiles
 
 LARGE = 1 << 29
-ALLOWED = 1 << 27  # Of growth; a fourth of it would be unpacked.
-# Prints how much its memory has grown at most, and how many sequences there are.
+ALLOWED = 1 << 27  # Bytes of growth: a fourth of what would be unpacked.
+# Prints by how much the load raises the peak memory, and the number of sequences.
 LOAD = """
 import resource, sys
 from embodied.replay import Replay
@@ -26,7 +26,7 @@ print(peak() - before, len(replay))
 
 
 def compressed_zeros(sized):
-    """A frame that tells how much it unpacks to, or one that does not."""
+    """Returns a zstd frame of zeros, which states its unpacked size if `sized`."""
     compressor = zstandard.ZstdCompressor(1, write_content_size=sized)
     job = compressor.compressobj(LARGE if sized else -1)
     block = bytes(1 << 20)
@@ -45,7 +45,7 @@ def test_a_process_that_loads_it_does_not_grow(tmp_path, kind):
         with path.open("r+b") as file:
             file.truncate(LARGE)
     else:
-        # The header is whole, so that only what follows can be wrong.
+        # The zstd frame itself is valid, so that only its contents are wrong.
         data = zstandard.ZstdDecompressor().decompress(genuine)
         frame = compressed_zeros(kind == "sized")
         path.write_bytes(frame)
@@ -78,5 +78,5 @@ def test_the_list_of_a_save_is_limited_too(tmp_path):
     endless = {**chunks, "steps": np.full_like(chunks["steps"], 2**30)}
     for change in ({"order": order}, {"chunks": endless}):
         other = Replay(3, directory=tmp_path, chunksize=8, context=1)
-        with pytest.raises(CheckpointError, match="no saved replay"):
+        with pytest.raises(CheckpointError, match="cannot read the saved replay"):
             other.load({**data, **change})

@@ -1,4 +1,4 @@
-"""Fixtures of these tests."""
+"""Fixtures of the tests of the suite."""
 
 from curve_testing import config_text, make_run
 

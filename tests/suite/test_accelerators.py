@@ -1,4 +1,4 @@
-"""Where runs can run, with programs of NVIDIA's that are stand-ins."""
+"""Devices and cores for runs, with stand-ins for NVIDIA's programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dreamerv3.suite.accelerators import Slot, open_slots
 
 CUDA = ("--jax.platform", "cuda", "--configs", "size12m")
 
-# Serves while its pipe folder has no file `quit`; answers while it serves.
+# With -f, serves until its pipe folder has a file `quit`; otherwise, asks the service.
 CONTROL = f"""#!{sys.executable}
 import os, pathlib, sys, time
 folder = pathlib.Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/nowhere"))
@@ -37,7 +37,7 @@ else:
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """Returns a function that installs a program, in front of all others."""
+    """Returns a function that installs a program at the front of the PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -121,7 +121,7 @@ def test_small_models_share_devices_through_a_service_of_ours(programs, monkeypa
         assert slot.spacing > 0
         pipe = slot.environ["CUDA_MPS_PIPE_DIRECTORY"]
         served = pathlib.Path(pipe, "control")
-        # The service has all devices, so that they keep their numbers.
+        # The service sees all devices, so that they keep their numbers.
         assert served.read_text() == "all"
     assert not os.path.exists(pipe)
 

@@ -20,7 +20,7 @@ def arrays(rows):
 
 
 def test_hand_computed_values():
-    # Means of tasks 2, 5 and 20; sorted runs 1 2 3 | 4 5 6 | 10 20 30, two cut off.
+    # Means of tasks are 2, 5 and 20. The iqm leaves out two runs at each end.
     estimates = aggregates.aggregate(arrays([[1, 2, 3], [4, 5, 6], [10, 20, 30]]))
     assert estimates["mean"].value == pytest.approx(9)
     assert estimates["median"].value == pytest.approx(5)
@@ -50,13 +50,13 @@ def test_intervals_of_one_task_are_those_of_a_bootstrap_of_the_mean():
 
 
 def test_intervals_are_drawn_within_tasks():
-    # Tasks differ, their runs do not: nothing is left to chance.
+    # Tasks differ but their runs do not, so all resamples are equal.
     estimates = aggregates.aggregate(arrays([[0, 0, 0], [100, 100, 100]]))
     assert estimates["mean"].interval == (50, 50)
 
 
 def test_two_runs_give_the_four_resamples_of_a_slow_loop():
-    # Means of (0, 0), (0, 4), (4, 0), (4, 4): a quarter each is 0 and 4.
+    # Of the means of (0, 0), (0, 4), (4, 0), (4, 4), a quarter is 0 and a quarter 4.
     assert aggregates.mean_score(np.array([0.0, 4.0])).interval == (0, 4)
 
 

@@ -17,7 +17,7 @@ SCORES = [(40_000, 0.0), (200_000, 30.0), (400_000, 90.0)]
 
 
 def fails(capsys, *arguments):
-    """Runs the program, which must refuse; returns its line."""
+    """Runs the program, which must fail; returns its error line."""
     assert plot.main([str(argument) for argument in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""

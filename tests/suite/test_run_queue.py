@@ -1,4 +1,4 @@
-"""The queue: what runs when, what is tried again, and what an ended run leaves."""
+"""The queue: when runs start, which are retried, and the files of ended runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_runs(folder, count):
 
 
 class Ended:
-    """A process that has ended at once, with a code and after some agent steps."""
+    """A process that ended at once, with an exit code and after some agent steps."""
 
     def __init__(self, run, code=0, step=STEPS):
         self.exitcode = code
@@ -113,7 +113,7 @@ def test_a_run_that_ends_before_its_steps_is_not_done(tmp_path):
     runs = make_runs(tmp_path, 1)
     todo, notes = work(runs, lambda run, slot: Ended(run, step=50))
     assert todo.runs[0].state == "stopped"
-    assert "the same command goes on" in notes[-1]
+    assert "the same command continues" in notes[-1]
     assert not runs[0].is_done()
 
 
@@ -126,7 +126,7 @@ def test_a_damaged_note_is_none(tmp_path, text):
 
 
 class Going:
-    """A process that goes on until the test ends it."""
+    """A process that runs until the test ends it."""
 
     def __init__(self):
         self.exitcode = None

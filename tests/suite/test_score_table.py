@@ -26,7 +26,7 @@ def make_curve(steps, values, reached):
 
 
 def every(count, value, repeat=4):
-    """Episodes of Atari that end every 5,000 agent steps, with one score."""
+    """Episodes of Atari that end every 5,000 agent steps, all with the same score."""
     return [(5_000 * repeat * index, value) for index in range(1, count + 1)]
 
 
@@ -115,7 +115,7 @@ def test_tables_have_ours_beside_the_published(make_run, tmp_path):
 
     suite = table["suites"]["atari100k"]
     assert (suite["tasks"], suite["runs"]) == (2, 3)
-    # Krull, at the score of a person, has one run and counts as much as Boxing.
+    # Krull, at the human score, has one run and counts as much as Boxing.
     assert suite["ours"]["mean"]["value"] == pytest.approx((6 + 1) / 2)
     assert suite["ours"]["median"]["value"] == pytest.approx(3.5)
     assert suite["ours"]["iqm"]["value"] == pytest.approx((1 + 5) / 2)
@@ -136,7 +136,7 @@ def test_tables_have_ours_beside_the_published(make_run, tmp_path):
 
 
 def test_the_published_scores_have_their_known_aggregates(make_run):
-    # Those of all 26 games, by the same method, from the published runs alone.
+    # The aggregates of all 26 games, by the same method, from the published runs only.
     run = read_run(make_run("a", every(20, 0.0)))
     games = presets.make_presets()["atari100k"].tasks
     runs = [dataclasses.replace(run, task=task) for task in games]

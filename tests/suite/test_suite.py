@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SMALL = ["--script", "suite", "--configs", "debug", "--random_agent", "True"]
 SMALL += ["--suite.script", "train", "--logger.outputs", "jsonl", "--run.envs", "2"]
 SMALL += ["--run.eval_envs", "0", "--run.report_every", "0"]
-STEPS = 600  # Of a suite that is interrupted.
+STEPS = 600  # Of the runs in a suite that is interrupted.
 RESULTS = ("scores.csv", "table.json", "table.md", "curves.png")
 
 # Takes long enough to be interrupted: two environments make some 200 steps a second.
@@ -163,7 +163,7 @@ def test_a_task_that_fails_does_not_end_the_others(tmp_path, capsys):
     assert "gym_NoSuchTask-v0 seed 0 has failed" in (folder / "table.md").read_text()
     assert read_json(folder / "suite.json")["command"].startswith("dreamerv3 --script")
 
-    # Later, or from folders that were made elsewhere, without running anything.
+    # Tables can be written later, or for folders from elsewhere, without any run.
     for name in RESULTS:
         (folder / name).unlink()
     only = ["--script", "suite", "--suite.table_only", "True", "--logdir", str(folder)]

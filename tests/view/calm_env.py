@@ -1,4 +1,4 @@
-"""An environment that takes its time, so that a live run leaves room for the view."""
+"""A slow environment, so that a live run leaves processor time for the view."""
 
 import time
 
@@ -8,7 +8,7 @@ STEP_SECONDS = 0.01
 
 
 class Reach(Grid):
-    """The task `grid_reach`, at a hundred steps a second."""
+    """The task `grid_reach`, at no more than a hundred steps per second."""
 
     def __init__(self):
         super().__init__("reach")

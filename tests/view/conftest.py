@@ -1,4 +1,4 @@
-"""Runs that several tests look at."""
+"""Runs that several tests share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from view_testing import make_dreamer
 
 @pytest.fixture(scope="session")
 def dreamer(tmp_path_factory):
-    """The logdir of a run with a model and a replay, which has ended."""
+    """The logdir of an ended run with a model and a replay."""
     folder = tmp_path_factory.mktemp("runs") / "dreamer"
     make_dreamer(folder)
     return folder

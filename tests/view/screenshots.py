@@ -1,10 +1,11 @@
-"""Takes the pictures of the documents, of runs that are there.
+"""Takes the screenshots of the documents, from existing runs.
 
 PYTHONPATH=. python tests/view/screenshots.py LOGDIR docs/images --run NAME \
     --compare NAME NAME --dream NAME
 
-Pictures are of runs below the folder LOGDIR: page and videos of one, the list
-with the curves of some, and a dream of one. What is not named is left out.
+The runs lie below the folder LOGDIR. The screenshots show the page and the videos of
+one run (--run), the list with the curves of several (--compare), and a dream of one
+(--dream). Those without their flag are left out.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import time
 
 from view_testing import browser, find, identity, text, view, wait_for
 
-REST_SECONDS = 3.0  # For what is drawn to come to rest.
+REST_SECONDS = 3.0  # For the page to finish drawing.
 WIDTH, HEIGHT = 1280, 900
 
 
 class Camera:
-    """A browser at the pages of a view."""
+    """Opens pages of a view in a browser, and saves screenshots of them."""
 
     def __init__(self, driver, address, folder):
         self.driver, self.address, self.folder = driver, address, folder
-        # Videos stand still: a picture in between may be the black one at their end.
+        # Stops the videos: a screenshot could show the black frames at their end.
         calm = [{"name": "prefers-reduced-motion", "value": "reduce"}]
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": calm})
 
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def play(camera: Camera, name: str) -> None:
-    """Makes some steps in the dream of an episode."""
+    """Plays some steps in the dream of an episode, and takes a screenshot."""
     driver = camera.driver
     camera.go("dream", name, "#begin")
     find(driver, "#source option[value=episode]")[0].click()

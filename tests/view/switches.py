@@ -6,7 +6,7 @@ import embodied
 
 
 class Switches(embodied.Env):
-    """A switch of two and one of three positions, which is all there is to see."""
+    """A switch with two positions and one with three; the positions are observed."""
 
     @property
     def obs_space(self):

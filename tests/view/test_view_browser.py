@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def live(folder):
-    """A run that is running, without JAX; its process."""
+    """The process of a live run without JAX."""
     with running(*QUICK, "--logdir", folder / "live") as process:
         wait_for((folder / "live/scores.jsonl").exists, "the first score")
         yield process
@@ -76,7 +76,7 @@ def chromium(address):
 
 @pytest.fixture
 def page(chromium, address):
-    """Opens a page; at the end the console must be empty."""
+    """Returns a function that opens a page; at the end the console must be empty."""
     chromium.get("about:blank")
 
     def go(path, wait=""):
@@ -279,7 +279,7 @@ return [...document.querySelectorAll("button, input, select, canvas, a, img")]
 def test_without_the_token_there_is_nothing(chromium, address):
     chromium.get(address.rsplit("/", 2)[0] + "/")
     assert "token" in chromium.page_source and "canvas" not in chromium.page_source
-    chromium.get_log("browser")  # The browser notes that it was refused.
+    chromium.get_log("browser")  # Clears the entry about the refusal.
 
 
 def test_screenshots_are_in_the_documents():

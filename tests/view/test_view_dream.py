@@ -1,4 +1,4 @@
-"""The dream: a model that is shown a moment, and played in."""
+"""The dream: playing in the world model, from a moment of the replay or an episode."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def identity(address):
 
 @pytest.fixture(scope="module")
 def started(address, identity):
-    """The first frame of a dream, of which there is one for all tests."""
+    """The first frame of the dream session that all tests share."""
     first = ask(f"{address}api/dream", {"run": identity, "moment": 0.3})
     yield first
     ask(f"{address}api/dream/{first['session']}/end", {})
@@ -58,7 +58,7 @@ def started(address, identity):
 
 @pytest.fixture
 def session(address, started):
-    """A dream of a moment of the replay; a function that makes a step in it."""
+    """Starts a dream at a moment of the replay; returns a function that steps in it."""
 
     def step(do="step", **choice):
         return ask(step.address, {"do": do, **choice})
@@ -83,7 +83,7 @@ def chromium():
 
 @contextlib.contextmanager
 def dreaming(driver, address, identity):
-    """The page of a dream that has begun; at the end the console must be empty."""
+    """Begins a dream on its page; at the end the console must be empty."""
     driver.get(f"{address}#/dream/{identity}")
     wait_for(lambda: text(driver, "#begin"), "the page")
     find(driver, "#begin")[0].click()
@@ -142,7 +142,7 @@ def test_actions_of_several_variables_have_keys_and_lists(chromium, tmp_path):
         with dreaming(chromium, address, run["id"]):
             assert len(find(chromium, ".variable select")) == 2
             body = find(chromium, "body")[0]
-            body.send_keys("4")  # More of the second variable.
+            body.send_keys("4")  # Increases the second variable.
             wait_for(lambda: at(chromium) == 1, "a step by a key")
             shown = text(chromium, ".side")
             assert "switch 0: 0 ◂" in shown and "switch 1: 1 ◂" in shown
@@ -158,7 +158,7 @@ def test_the_code_of_a_stranger_is_not_imported(tmp_path, monkeypatch):
     monkeypatch.setattr(dream, "load_model", unittest.mock.MagicMock())
     with pytest.raises(NoDream, match="names code"):
         Dream(folder).start({"source": "episode"})
-    sign_task(folder, "this:Unknown")  # Now it is one's own, and would be imported.
+    sign_task(folder, "this:Unknown")  # Now the code would be imported.
     with pytest.raises(TaskError, match="this"):
         Dream(folder).start({"source": "episode"})
 
@@ -209,7 +209,7 @@ def test_the_truth_is_there_as_long_as_the_recorded_actions_are_taken(session):
 
 
 def test_an_episode_is_played_beside_the_true_env(session):
-    # Episodes are 100 steps long: one that ends before is played anew.
+    # Episodes have 100 steps: if one ends within the context, another one is played.
     first = session(do="start", source="episode", context=256)
     assert "truth" in first and not first["over"]
     begin = first["truth"]["count"]["vector"][0]
@@ -222,7 +222,7 @@ def test_an_episode_is_played_beside_the_true_env(session):
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"do": "fly"}, "expected to"),
+        ({"do": "fly"}, "do: expected start or step or restart"),
         ({"do": "step", "action": {"act_disc": "left"}}, "expected numbers"),
         ({"do": "step", "action": {"act_disc": [1, 2, 3]}}, "expected numbers"),
         ({"do": "start", "moment": 7}, "from 0 to 1"),

@@ -1,4 +1,4 @@
-"""Runs below a folder: found, named, and told apart by how they are."""
+"""Runs below a folder: how they are found and named, and their states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dreamerv3.view.runs import Runs
 
 @pytest.fixture
 def gone():
-    """The number of a process that has ended."""
+    """The id of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid

@@ -1,4 +1,4 @@
-"""The server: nothing without its token, nothing but the given folders."""
+"""The server: it requires its token, and shows only the given folders."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_many_runs_and_rows_come_quickly(tmp_path, rows):
         time.sleep(2)
         after = server.cpu_times()
         used = after.user + after.system - before.user - before.system
-        assert used < 0.02 * 2 + 0.02  # The clock of the kernel ticks in hundredths.
+        assert used < 0.02 * 2 + 0.02  # The kernel counts in hundredths of a second.
         print(json.dumps({"first_page_s": first, "memory_mb": memory / 1e6}))
 
 

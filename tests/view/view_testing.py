@@ -33,12 +33,12 @@ import sys
 import elements, numpy
 from dreamerv3.main import load_config, make_agent, make_env, make_replay
 from dreamerv3.cli.config import make_args
-from dreamerv3.cli.logdir import kept_config, prepare_logdir
+from dreamerv3.cli.logdir import preserve_config, prepare_logdir
 from embodied.random_agent import RandomAgent
 from embodied.run.saving import RunCheckpoint
 from embodied.run.settings import RunSettings
 config = load_config(sys.argv[1:])
-with kept_config(config.logdir):
+with preserve_config(config.logdir):
     prepare_logdir(config)
     env, replay = make_env(config, 0), make_replay(config, "replay")
     agent = make_agent(config)
@@ -60,7 +60,7 @@ with kept_config(config.logdir):
 
 
 def make_dreamer(folder, *flags):
-    """Writes the logdir of a run that can be dreamed of, in a process of its own."""
+    """Writes the logdir of a run with a model to dream with, in another process."""
     given = ("--configs", "debug", "--task", "dummy_disc", "--replay_context", "0")
     command = [sys.executable, "-c", DREAMER, *given, "--logdir", folder, *flags]
     done = subprocess.run(
@@ -70,14 +70,14 @@ def make_dreamer(folder, *flags):
 
 
 def environment():
-    # Quick to compile, slow to run, of which there is little.
+    # Quick to compile and slow to run, for programs that run briefly.
     flags = "--xla_backend_optimization_level=0"
     path = os.pathsep.join([str(ROOT), *sys.path])
     return {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": flags}
 
 
 def wait_for(condition, what, seconds=SECONDS):
-    """Returns the first true value of a condition; says what did not come in time."""
+    """Returns the first true value of a condition; fails if none comes in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := condition():
@@ -100,7 +100,7 @@ def program(*arguments):
 
 @contextlib.contextmanager
 def running(*arguments):
-    """A program that is ended with the block."""
+    """Runs a program until the end of the block."""
     process = program(*arguments)
     try:
         yield process
@@ -115,7 +115,7 @@ def running(*arguments):
 
 @contextlib.contextmanager
 def view(*folders, flags=()):
-    """The address of a view of some folders."""
+    """Runs a view of some folders; yields its address."""
     with running("--script", "view", "--logdir", *folders, *flags) as process:
         line = process.stdout.readline()
         assert "The view is at" in line, line + process.stdout.read()
@@ -133,7 +133,7 @@ def fetch(address, data=None, headers=None):
 
 
 def ask(address, body=None):
-    """The JSON of an answer that must be good."""
+    """Returns the JSON of a response, whose status must be 200."""
     data = None if body is None else json.dumps(body).encode()
     status, _, content = fetch(address, data, {"Content-Type": "application/json"})
     assert status == 200, content
@@ -146,7 +146,7 @@ def write_rows(path, rows):
 
 
 def write_run(folder, task="dummy_disc", seed=0, rows=50):
-    """The files of a run that ended, without having run."""
+    """Writes the files of an ended run, without running one."""
     config = (ROOT / "dreamerv3/configs.yaml").read_text()
     match = re.search(r"^defaults:\n(.*?)^\S", config, re.MULTILINE | re.DOTALL)
     lines = [line[2:] for line in match.group(1).splitlines()]
@@ -174,7 +174,7 @@ def write_videos(folder, *names):
 
 
 def env_worker(process):
-    """The number of a process that steps an environment of a run."""
+    """The id of a process that steps an environment of a run; None if there is none."""
     import psutil
 
     for child in psutil.Process(process.pid).children(recursive=True):
@@ -198,7 +198,7 @@ def browser_missing():
 
 @contextlib.contextmanager
 def browser(width=1280, height=900):
-    """Debian's chromium, without a screen."""
+    """Debian's Chromium in headless mode; skips the test if it is missing."""
     if reason := browser_missing():
         pytest.skip(reason)
     from selenium import webdriver
@@ -208,7 +208,7 @@ def browser(width=1280, height=900):
     options.binary_location = shutil.which("chromium")
     for argument in (
         "--headless=new",
-        "--no-sandbox",  # Root may not have one.
+        "--no-sandbox",  # Chromium has none as root.
         "--disable-dev-shm-usage",
         "--disable-gpu",
         "--force-device-scale-factor=1",
@@ -228,13 +228,13 @@ def find(driver, selector):
 
 
 def ask_all(driver, selector, expression):
-    """Asks all elements at once, since pages of live runs are drawn anew."""
+    """Evaluates all elements at once, since pages of live runs are redrawn."""
     script = f"return [...document.querySelectorAll(arguments[0])].map({expression})"
     return driver.execute_script(script, selector)
 
 
 def texts(driver, selector):
-    """What elements show, nothing if they are hidden."""
+    """The texts that elements show; empty for hidden elements."""
     shown = '(x) => x.checkVisibility() ? (x.innerText ?? x.textContent) : ""'
     return ask_all(driver, selector, shown)
 
@@ -244,7 +244,7 @@ def text(driver, selector):
 
 
 def loaded(driver, selector="main img"):
-    """Whether all pictures have come, of which there are some."""
+    """Whether there are images and all of them have loaded."""
     return all(ask_all(driver, selector, "(x) => x.naturalWidth") or [0])
 
 
@@ -267,6 +267,6 @@ return data.some((value) => value > 0);
 def keep(driver, name, height=900):
     if SHOTS:
         driver.set_window_size(1280, height)
-        time.sleep(1)  # For what moves to come to rest.
+        time.sleep(1)  # For animations to finish.
         driver.save_screenshot(str(pathlib.Path(SHOTS) / f"{name}.png"))
         driver.set_window_size(1280, 900)

@@ -198,7 +198,7 @@ class TestRestartOnException:
 
         env = wrappers.RestartOnException(make_env, wait=0)
         env.env.failures = {1}
-        with pytest.raises(SpaceError, match="other spaces after a restart"):
+        with pytest.raises(SpaceError, match="different spaces after a restart"):
             env.step(RESET)
 
     def test_close_ends_a_wait(self):

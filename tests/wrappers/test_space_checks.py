@@ -1,4 +1,4 @@
-"""Values that do not fit their spaces are explained, in wrapped environments too."""
+"""Errors explain values that do not fit their spaces, also in wrapped environments."""
 
 from __future__ import annotations
 

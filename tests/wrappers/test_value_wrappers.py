@@ -1,4 +1,4 @@
-"""Wrappers that convert: agents see and do what fits."""
+"""Wrappers that convert actions and observations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TestClipAction:
         np.testing.assert_array_equal(action["act"], [5, 5])
 
     def test_bounds_with_nothing_in_common(self):
-        with pytest.raises(SpaceError, match=r"'act' of env Script.*in common"):
+        with pytest.raises(SpaceError, match=r"'act' of env Script.*overlap"):
             wrappers.ClipAction(taking(Space(np.float32, 2, 5, np.inf)), "act")
 
     @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ class TestUnifyDtypes:
             (Space(np.int64), Space(np.int32)),
             (Space(np.uint64), Space(np.int32, (), 0)),
             (Space(np.int8), Space(np.int32, (), -128, 128)),
-            # A high at the end of the dtype admits that end.
+            # A `high` at the maximum of the dtype includes that maximum.
             (Space(np.uint16, (), 0, 65535), Space(np.int32, (), 0, 65536)),
             (Space(np.uint8, (4, 4, 3)), Space(np.uint8, (4, 4, 3))),
             (Space(bool), Space(bool)),
@@ -175,7 +175,7 @@ class TestUnifyDtypes:
             env.step(act(np.int32(300)))
 
     def test_bounds_out_of_reach(self):
-        with pytest.raises(SpaceError, match="Count from zero"):
+        with pytest.raises(SpaceError, match="Shift the values"):
             wrappers.UnifyDtypes(Script({"x": Space(np.int64, (), 2**40, 2**41)}))
 
     def test_actions_are_not_rounded_over_a_bound(self):
