@@ -54,7 +54,7 @@ demo: $(INSTALLED) ## Learn to balance a pole, in minutes on a CPU, and draw the
 	@$(BIN)/python -m dreamerv3.plot $(LOGDIR) --out $(LOGDIR)/scores.png
 
 test: lint $(WHEEL_INSTALLED) ## Lint, then all tests that are quick
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -q
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -q $(PYTEST_FLAGS)
 
 test-slow: $(INSTALLED) $(WHEEL_INSTALLED) ## The same tests with long rounds
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -q -m slow --timeout=3600 --durations=20 --ignore=tests/cluster
