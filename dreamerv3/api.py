@@ -15,11 +15,12 @@ from typing import Any
 
 import cloudpickle
 
-from dreamerv3.cli.config import ConfigError, flatten, load_config
+from dreamerv3.cli.config import ConfigError, flatten, load_config, to_arguments
 from dreamerv3.cli.factories import MakeEnv, make_env, make_own_env, make_spaces
-from dreamerv3.cli.logdir import MANIFEST, preserve_config
+from dreamerv3.cli.logdir import MANIFEST
 from dreamerv3.cli.schema import read_keys
 from dreamerv3.cli.scripts import SCRIPTS, RunError
+from dreamerv3.main import run_script
 from dreamerv3.policies.inference import LoadedPolicy, load
 from embodied.envs import registry
 
@@ -57,7 +58,9 @@ def train(
         process, or `train_eval`.
 
     Returns:
-      The policy of the newest checkpoint, as `dreamerv3.load` returns it.
+      The policy of the newest checkpoint, as `dreamerv3.load` returns it. Its actions
+      are those of the wrapped environment, within [-1, 1] or classes from 0; those of
+      the environment itself are returned by `load(logdir, act_space=...)`.
 
     Raises:
       ConfigError: a flag, a value or the logdir cannot be used.
@@ -77,13 +80,9 @@ def train(
     if logdir is not None:
         given["logdir"] = os.fspath(logdir)
     block = size if size.startswith("size") else f"size{size}"
-    config = load_config(["--configs", block, *configs, *_arguments(given)])
+    config = load_config(["--configs", block, *configs, *to_arguments(given)])
 
-    # Imported here, so that importing the package does not import the loops.
-    from embodied.run.console import show_messages
-
-    with show_messages(), preserve_config(config.logdir):
-        SCRIPTS[config.script](config, make)
+    run_script(config, lambda: SCRIPTS[config.script](config, make))
     if not pathlib.Path(config.logdir, MANIFEST).exists():
         raise RunError(
             "The run was stopped before its first checkpoint: there is no policy yet. "
@@ -92,15 +91,6 @@ def train(
     spaces = make_spaces(config, make) if config.random_agent else None
     platform, seed = config.jax.platform, config.seed
     return load(config.logdir, platform=platform, seed=seed, spaces=spaces)
-
-
-def _arguments(given: Mapping[str, Any]) -> list[str]:
-    """Returns flags as arguments of the command line."""
-    arguments = []
-    for key, value in given.items():
-        values = value if isinstance(value, list | tuple) else [value]
-        arguments += [f"--{key}", *map(str, values)]
-    return arguments
 
 
 def _full_keys(flags: Mapping[str, Any]) -> dict[str, Any]:

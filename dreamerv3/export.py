@@ -71,7 +71,7 @@ def export(
                 f"export expected {name} {' or '.join(known)}, got {value!r}."
             )
     folder = pathlib.Path(target).expanduser()
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"export expected an empty folder, got {folder}.")
     if format in ("policy", "hub"):
         return _write_weights(source, folder, dtype, format, task)

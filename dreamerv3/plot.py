@@ -176,7 +176,7 @@ def _draw_task(
     _style(axes, runs, metric)
     if reference is not None or metric == curves.SCORE:
         published = _read_reference(runs[0], reference)
-        if published:
+        if published and published.steps[0] <= end:
             _draw_reference(axes, published.until(end), runs[0].task)
     last = max(float(run.steps[-1]) for run in runs)
     width = steps_per or max(last / BINS, 1.0)

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pathlib
 import re
@@ -38,7 +39,8 @@ RUN_CONFIG_SCRIPTS = ("eval_only", "host_command")
 # Keys that these programs do not take from that configuration.
 KEYS_NOT_FROM_RUN = (
     *("script", "logdir", "replica", "replicas", "run.steps", "run.duration"),
-    *("run.from_checkpoint", "run.from_checkpoint_regex"),
+    *("run.from_checkpoint", "run.from_checkpoint_regex", "jax.expect_devices"),
+    *("jax.policy_devices", "jax.policy_mesh", "jax.train_devices", "jax.train_mesh"),
 )
 
 # Keys that a new run does not take from the `config.yaml` of another run.
@@ -100,23 +102,21 @@ def merge(argv: Sequence[str]) -> Values:
 
     For `--script eval_only` and `host_command`, the configuration of the run at
     `run.from_checkpoint` or `logdir` is applied between the defaults and the blocks. If
-    its task names code, the task must be given again, unless this user has started that
-    run.
+    the task of a run's configuration names code, it must be given again, unless this
+    user has started that run.
     """
     arguments, strays = split_arguments(argv)
     blocks = read_blocks()
     defaults = flatten(blocks.pop("defaults"))
     values = _apply(Values(defaults), arguments, blocks)
     run = _existing_run(arguments, values.flat)
-    doubts = ""
     if run is not None:
         values = Values(defaults)
         _apply_run(values, run, without=KEYS_NOT_FROM_RUN)
-        doubts = find_task_problem(run.parent, values.flat["task"])
-        values.given.clear()
         _apply(values, arguments, blocks)
-    if doubts and "task" not in values.given:
-        values.problems.append(doubts)
+    folder = values.task_folder
+    if folder and (problem := find_task_problem(folder, values.flat["task"])):
+        values.problems.append(problem)
     values.problems[:0] = strays
     return values
 
@@ -145,6 +145,8 @@ def _apply(
         if views and flag == "logdir" and len(given) > 1:
             values.set(flag, given[:1])
             values.flat["view.folders"] = tuple(given[1:])
+        elif flag.startswith(OPEN_GROUPS):
+            values.set(flag, [_from_text(text) for text in given])
         elif flag != "configs":
             values.set(flag, given)
     return values
@@ -178,11 +180,12 @@ def _apply_file(values: Values, name: str) -> None:
     if set(content) >= RUN_KEYS:
         _apply_run(values, path, without=KEYS_NOT_SHARED)
         content = {}
+    folder = path.parent if path.name == FILENAME else None
     for key, value in flatten(content).items():
         if value is None:
             values.problems.append(f"{key}: expected a value, got none.")
         else:
-            values.set(key, value if isinstance(value, tuple) else [value])
+            values.set(key, value if isinstance(value, tuple) else [value], folder)
     found = values.problems[before:]
     values.problems[before:] = [f"--configs {name}: {problem}" for problem in found]
 
@@ -275,7 +278,8 @@ def _apply_run(values: Values, path: pathlib.Path, without: Sequence[str] = ()) 
     for key, value in flatten(dict(read_config(path))).items():
         known = key in values.flat or key.startswith(OPEN_GROUPS)
         if known and key not in without:
-            values.set(key, value if isinstance(value, tuple) else [value])
+            given = value if isinstance(value, tuple) else [value]
+            values.set(key, given, folder=path.parent)
 
 
 def _existing_run(
@@ -335,25 +339,29 @@ class Values:
 
     Attributes:
       flat: values by full key.
-      given: keys that were set, except those of open groups.
+      task_folder: folder of the run whose configuration has set the task; None if a
+        flag or a block has.
       problems: a sentence for each problem found so far.
     """
 
     def __init__(self, defaults: Flat):
         self.flat = dict(defaults)
-        self.given: set[str] = set()
+        self.task_folder: pathlib.Path | None = None
         self.problems: list[str] = []
         self._defaults = defaults
 
-    def set(self, name: str, values: Sequence[Any]) -> None:
+    def set(
+        self, name: str, values: Sequence[Any], folder: pathlib.Path | None = None
+    ) -> None:
         """Sets the keys that a flag or a line of a block stands for.
 
         Args:
           name: a key, a regular expression that matches keys as a whole, or the key
             of a list followed by `+` to add to that list.
           values: one value, or several for a list, as text or of the key's type.
+          folder: of the run whose configuration has the value.
         """
-        if name.startswith(OPEN_GROUPS) and name not in self.flat:
+        if name.startswith(OPEN_GROUPS) and name not in self._defaults:
             self._set_open(name, values)
             return
         added: tuple[Any, ...] = ()
@@ -367,6 +375,9 @@ class Values:
             self.problems.append(f"{given}: {error}")
             return
         for key in keys:
+            if key not in self._defaults:
+                self._set_open(key, values)
+                continue
             try:
                 value = convert(key, self._defaults[key], values)
                 value = (*added, *value) if isinstance(value, tuple) else value
@@ -375,7 +386,8 @@ class Values:
                 self.problems.append(f"{key}: {error}")
             else:
                 self.flat[key] = value
-                self.given.add(key)
+                if key == "task":
+                    self.task_folder = folder
 
     def _set_open(self, name: str, values: Sequence[Any]) -> None:
         """Sets a key without a default, whose type is therefore that of its value."""
@@ -386,8 +398,7 @@ class Values:
                 f"{name}: expected the name of an argument and its value, got {shown}."
             )
             return
-        typed = [_from_text(x) if isinstance(x, str) else x for x in values]
-        value = typed[0] if len(typed) == 1 else tuple(typed)
+        value = values[0] if len(values) == 1 else tuple(values)
         if group == "agent.loss_scales":
             value = to_float(value)
             if value is None or not value >= 0:
@@ -398,13 +409,31 @@ class Values:
         self.flat[name] = value
 
 
+def to_arguments(flags: Mapping[str, Any]) -> list[str]:
+    """Returns keys and values as arguments of the command line."""
+    arguments = []
+    for key, value in flags.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        if key.startswith(OPEN_GROUPS):
+            values = [_to_text(value) for value in values]
+        arguments += [f"--{key}", *map(str, values)]
+    return arguments
+
+
 def _from_text(text: str) -> Any:
-    """Converts a text to a number or boolean if it is one; else returns the text."""
+    """Converts a text to a number or boolean if it is one, and removes its quotes."""
     try:
         value = YAML(typ="safe").load(text)
     except YAMLError:
         return text
-    return value if isinstance(value, bool | int | float) else text
+    quoted = isinstance(value, str) and text[:1] in ("'", '"')
+    return value if quoted or isinstance(value, bool | int | float) else text
+
+
+def _to_text(value: Any) -> str:
+    """Converts a value to a text that `_from_text` converts back."""
+    same = not isinstance(value, str) or _from_text(value) == value
+    return str(value) if same else json.dumps(value)
 
 
 def _find_keys(flat: Flat, name: str) -> list[str]:

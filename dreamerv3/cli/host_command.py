@@ -22,6 +22,7 @@ from dreamerv3.cli.config import (
     make_args,
     read_blocks,
     run_config,
+    to_arguments,
 )
 from embodied.run.settings import RunSettings
 
@@ -34,6 +35,7 @@ HOST_KEYS = (
     *("task", "seed", "ipv6", "env.", "run.transport", "run.insecure"),
     *("run.envs_per_worker", "run.env_timeout", "run.stall_timeout"),
     *("run.restarts.env", "run.log_every", "run.usage."),
+    "agent.enc.simple.",  # Images are resized for the networks.
 )
 
 
@@ -56,7 +58,7 @@ def run_host_command(config: elements.Config) -> None:
         taken = [*taken, *range(run.envs + run.eval_envs)]
     flags: dict[str, Any] = {
         "script": "parallel_envs",
-        **_settings(config),
+        **host_settings(config),
         "run.envs": config.run.envs,
         "run.eval_envs": evaluating,
         "run.env_offset": first_free(taken, config.run.envs + evaluating),
@@ -67,7 +69,7 @@ def run_host_command(config: elements.Config) -> None:
         flags["run.keyfile"] = keyfile
     for note in _notes(addresses["actor_addr"], keyfile):
         print(note, file=sys.stderr)
-    print(shlex.join(["dreamerv3", *_arguments(flags)]))
+    print(shlex.join(["dreamerv3", *to_arguments(flags)]))
 
 
 def first_free(taken: Sequence[int], count: int) -> int:
@@ -118,7 +120,7 @@ def _env_ids(config: elements.Config, address: str) -> list[int]:
         ) from error
 
 
-def _settings(config: elements.Config) -> dict[str, Any]:
+def host_settings(config: elements.Config) -> dict[str, Any]:
     """Returns the settings for a host that differ from the defaults."""
     defaults = flatten(read_blocks()["defaults"])
     return {
@@ -150,11 +152,3 @@ def _notes(address: str, keyfile: str) -> list[str]:
     if keyfile:
         return [f"Copy {keyfile} to the other host first, with mode 0600."]
     return []
-
-
-def _arguments(flags: dict[str, Any]) -> list[str]:
-    arguments: list[str] = []
-    for key, value in flags.items():
-        values = value if isinstance(value, tuple) else (value,)
-        arguments += [f"--{key}", *map(str, values)]
-    return arguments

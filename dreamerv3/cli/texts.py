@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
-import json
 import pathlib
 import re
 import textwrap
@@ -68,22 +67,18 @@ def summary(config: elements.Config, result: TrainResult) -> str:
 
 def parallel_summary(config: elements.Config, seconds: float) -> str:
     """Returns a summary of a parallel run, and of the files in its logdir."""
+    from dreamerv3.suite.curves import SCORE, PlotError, read_metric
     from embodied.checkpoint import Checkpoint
 
     line = f"Done in {seconds:.0f} s"
     saved = Checkpoint(config.logdir).last()
     if saved is not None:
         line += f", at step {saved.meta.get('step', 0)}"
-    path = pathlib.Path(config.logdir, "scores.jsonl")
-    if path.exists():
-        rows = [json.loads(row) for row in path.read_text().splitlines()]
-        scores = [row.get("episode/score") for row in rows]
-        # Scores are missing where rewards were not finite.
-        scores = [score for score in scores if score is not None]
-        if scores:
-            newest = scores[-RECENT_EPISODES:]
-            mean = sum(newest) / len(newest)
-            line += f", mean score of the last {len(newest)} episodes {mean:.3g}"
+    # Without jsonl among the outputs, or before an episode has ended, there are none.
+    with contextlib.suppress(PlotError):
+        newest = read_metric(pathlib.Path(config.logdir), SCORE)[1][-RECENT_EPISODES:]
+        mean = newest.mean()
+        line += f", mean score of the last {len(newest)} episodes {mean:.3g}"
     return "\n".join([f"{line}.", *files(config, trained=True)])
 
 

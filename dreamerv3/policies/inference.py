@@ -330,7 +330,16 @@ class ActionConverter:
                     f"act_space expected {key!r} of shape {inner[key].shape}, as the "
                     f"agent was trained with, got {spaces[key]}."
                 )
-        self.spaces = {**inner, **spaces}
+        self._leaves = _shifted_leaves(inner, outer)
+        shifted = {
+            key: Space(
+                *(leaf.gym_space.dtype, space.shape),
+                *(leaf.start, leaf.start + space.classes),
+            )
+            for key, leaf in self._leaves.items()
+            for space in [inner[key]]
+        }
+        self.spaces = {**inner, **spaces, **shifted}
         self._env = env
 
     def __call__(self, actions: Mapping[str, Array]) -> dict[str, Array]:
@@ -341,7 +350,22 @@ class ActionConverter:
             for row in range(rows)
         ]
         changed = {key: np.stack([row[key] for row in converted]) for key in self._keys}
-        return {**actions, **changed}
+        shifted = {key: x.decode(actions[key]) for key, x in self._leaves.items()}
+        return {**actions, **changed, **shifted}
+
+
+def _shifted_leaves(inner: Spaces, outer: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the `GymLeaf` of each discrete action that does not begin at 0."""
+    import gymnasium
+
+    from embodied.envs.gym_spaces import act_leaf
+
+    leaves = {
+        key: act_leaf(key, (), outer[key])
+        for key, space in inner.items()
+        if space.discrete and isinstance(outer.get(key), gymnasium.Space)
+    }
+    return {key: leaf for key, leaf in leaves.items() if leaf.start is not None}
 
 
 def _check_spaces(inner: Spaces, outer: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 RESAMPLES = 5000
 CONFIDENCE = 0.95
+MOST_REPEATED = 2520  # Runs of a task, each repeated; above, weights are rounded.
 BLOCK = 1 << 21  # Scores that are drawn at a time, to bound memory.
 SEED = 0  # So that the same runs give the same table.
 
@@ -79,11 +80,12 @@ def aggregate(
       Estimates of `METRICS`, by name.
     """
     # Repeat runs until all tasks have the same number, so that they weigh the same.
-    runs = math.lcm(*(len(scores) for scores in tasks))
+    runs = min(MOST_REPEATED, math.lcm(*(len(scores) for scores in tasks)))
     rng = np.random.default_rng(SEED)
 
     def stack(drawn: Sequence[np.ndarray]) -> np.ndarray:
-        rows = [np.repeat(row, runs // row.shape[-1], axis=-1) for row in drawn]
+        places = np.arange(runs)
+        rows = [row[..., places * row.shape[-1] // runs] for row in drawn]
         return np.stack(rows, axis=-2)
 
     measured = stack(tasks)

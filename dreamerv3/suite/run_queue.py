@@ -221,6 +221,7 @@ class RunQueue:
     def _start(self, queued: QueuedRun, slot: Slot) -> None:
         run = queued.run
         run.logdir.mkdir(parents=True, exist_ok=True)
+        (run.logdir / FAILED).unlink(missing_ok=True)
         queued.attempts += 1
         queued.state, queued.device = "running", slot.device
         queued.begin = (time.monotonic(), queued.step)
@@ -250,7 +251,6 @@ class RunQueue:
         if code == 0 and queued.step >= run.steps:
             queued.state = "done"
             _write_json(run.logdir, DONE, _ending(queued, seconds))
-            (run.logdir / FAILED).unlink(missing_ok=True)
             self._note(f"{run.name}: done, {took}.")
         elif ending or code == 0:
             queued.state = "stopped"

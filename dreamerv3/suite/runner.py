@@ -85,6 +85,11 @@ def plan_runs(
     chosen = tuple(config.suite.tasks)
     tasks = preset.tasks if chosen == ALL else tuple(dict.fromkeys(chosen))
     arguments, _ = split_arguments(argv)
+    if preset.tasks != (config.task,) and "task" in dict(arguments):
+        raise ConfigError(
+            f"task: expected none with --suite.preset {config.suite.preset}, which has "
+            f"its own, got {config.task}. Choose among them with --suite.tasks."
+        )
     blocks = [name for flag, names in arguments if flag == "configs" for name in names]
     blocks = [*preset.configs, *blocks]
     common = [*(["--configs", *blocks] if blocks else []), *preset.flags]

@@ -34,6 +34,7 @@ CONTEXT = 32  # Steps that the model is shown.
 MOST_CONTEXT = 256
 SIGNALS = ("is_first", "is_last", "is_terminal", "reward")
 SHOWN_VECTOR = 64  # How many numbers of a vector are sent.
+IDLE_SECONDS = 600.0  # After which a dream ends that nobody uses.
 MOST_FILE = 1 << 30  # Bytes of memory that a file of the replay may need.
 
 log = logging.getLogger("embodied.view")
@@ -44,10 +45,14 @@ class NoDream(Exception):
 
 
 def answer_requests(logdir: str, connection: Any) -> None:
-    """Answers JSON requests with JSON until the other side closes the connection."""
+    """Answers JSON requests with JSON.
+
+    Returns when the other side closes the connection, or has sent nothing for
+    `IDLE_SECONDS`.
+    """
     os.nice(PRIORITY)
     dream: Dream | None = None
-    while True:
+    while connection.poll(IDLE_SECONDS):
         try:
             request = json.loads(connection.recv_bytes())
         except (EOFError, OSError):

@@ -1,8 +1,9 @@
 """Sessions of the dream, each a process of its own. The view's server.
 
 The model, JAX and the environment live in that process, which `dreamerv3.view.dream`
-describes. It takes JSON requests over a pair of sockets, ends with the session or with
-the server, and gives way to the run: it has a low priority and uses no accelerator.
+describes. It takes JSON requests over a pair of sockets, ends with the session, with
+the server or when nobody uses it, and gives way to the run: it has a low priority and
+uses no accelerator.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import secrets
 import socket
 import threading
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from embodied.workers import Process
 
 START_SECONDS = 240.0  # To load a model and to compile its steps.
 STEP_SECONDS = 60.0
-IDLE_SECONDS = 600.0  # After which a session that nobody uses is ended.
 
 
 class DreamError(RuntimeError):
@@ -101,9 +100,9 @@ class Dreams:
             self.end(name)
 
     def _forget(self) -> None:
-        """Ends sessions that are idle or whose process is gone. The lock is held."""
+        """Forgets sessions whose process has ended. The lock is held."""
         for name, session in list(self._sessions.items()):
-            if session.idle > IDLE_SECONDS or not session.running:
+            if not session.running:
                 del self._sessions[name]
                 session.close()
 
@@ -113,7 +112,6 @@ class _Session:
 
     def __init__(self, logdir: Path):
         self._lock = threading.Lock()  # Guards the connection.
-        self._used = time.monotonic()
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = Process(
@@ -125,11 +123,6 @@ class _Session:
             )
             self._process.start()
         self._connection = Connection(ours.detach())
-
-    @property
-    def idle(self) -> float:
-        """Seconds since the last answer; 0 while a request is being answered."""
-        return 0.0 if self._lock.locked() else time.monotonic() - self._used
 
     @property
     def running(self) -> bool:
@@ -148,7 +141,6 @@ class _Session:
                 answer = json.loads(self._connection.recv_bytes())
             except (OSError, EOFError) as error:
                 raise DreamError("The process of the dream has ended.", 410) from error
-            self._used = time.monotonic()
         if "error" in answer:
             raise DreamError(answer["error"])
         return answer

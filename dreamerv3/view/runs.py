@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import socket
@@ -231,10 +232,10 @@ class RunFolder:
             for event in self._cached("ticks", EVENTS, self._read_ticks)
         ]
         points = np.array(ticks, np.float64).reshape(-1, 2)
-        points = points[np.argsort(points[:, 0], kind="stable")]
-        # The last time at which each step was reached.
-        steps, index = np.unique(points[::-1, 0], return_index=True)
-        return steps, points[::-1, 1][index]
+        # Without those that a later start from a checkpoint has undone.
+        earliest = np.minimum.accumulate(points[::-1, 0])[::-1]
+        kept = points[:, 0] < np.append(earliest[1:], np.inf)
+        return points[kept, 0], points[kept, 1]
 
     def configuration(self) -> dict[str, Any]:
         """Returns all values, those that differ from defaults, and the model's size."""
@@ -478,9 +479,10 @@ def _top_key(text: str, key: str) -> str:
 
 def _number(value: Any) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
         return 0.0
+    return number if math.isfinite(number) else 0.0
 
 
 def _shown(value: Any) -> str:

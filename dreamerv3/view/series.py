@@ -20,6 +20,7 @@ import numpy as np
 
 BLOCK = 1 << 20  # Bytes that are parsed at once.
 LINE = 1 << 16  # Bytes before a position in which a sample looks for a whole line.
+TAIL = 256  # Bytes by which a file that was written anew is recognised.
 MOST_NAMES = 5000  # Of metrics in one file; a run has a few hundred.
 MOST_POINTS = 3_000_000  # Of one file in memory, 16 bytes each.
 FEW_POINTS = 100  # Up to which a column is not thinned.
@@ -29,7 +30,8 @@ STEP = "step"
 class MetricFile:
     """A file of JSON lines as columns, by name of the metric. Any thread.
 
-    A file that has become shorter was written anew, and is read from its start. Lines
+    If what was read last is not there any more, the run went back to a checkpoint, and
+    the file is read from its start. Lines
     that are not JSON objects are left out, and so is a last line without its end. If a
     file has more than `MOST_POINTS` values, earlier ones are thinned.
 
@@ -40,6 +42,7 @@ class MetricFile:
     def __init__(self, path: Path):
         self._path = path
         self._lock = threading.Lock()  # Guards the fields below.
+        self._tail = b""  # The last bytes that were read.
         self.forget()
 
     def forget(self) -> None:
@@ -73,8 +76,8 @@ class MetricFile:
             return np.array(steps, np.float64), np.array(values, np.float64)
 
     def _read(self, file: Any) -> bool:
-        size = os.fstat(file.fileno()).st_size
-        if size < self._offset:
+        file.seek(self._offset - len(self._tail))
+        if file.read(len(self._tail)) != self._tail:
             self._clear()
         file.seek(self._offset)
         found = False
@@ -86,6 +89,7 @@ class MetricFile:
             if not end:
                 break
             self._offset += end
+            self._tail = block[max(0, end - TAIL) : end]
             file.seek(self._offset)
             rows = parse_lines(block[:end])
             if not self._add_alike(rows):
@@ -98,6 +102,7 @@ class MetricFile:
 
     def _clear(self) -> None:
         self._offset = self._points = 0
+        self._tail = b""
         self._columns: dict[str, tuple[array.array, array.array]] = {}
 
     def _thin(self) -> None:
@@ -173,7 +178,7 @@ def parse_lines(block: bytes) -> list[dict[str, Any]]:
     lines = block.split(b"\n")
     try:  # All at once, which takes a third of the time.
         rows = json.loads(b"[" + b",".join(line for line in lines if line) + b"]")
-    except ValueError:
+    except (ValueError, RecursionError):
         rows = []
         for line in lines:
             try:

@@ -424,11 +424,13 @@ async def _body(request: Request) -> dict[str, Any]:
     # The view's own page sends this type, which a form of another site cannot.
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         raise HTTPException(415, "Expected application/json.")
-    length = _clamp(request.headers.get("content-length"), 0, 0, MOST_BODY + 1)
-    if length > MOST_BODY:
-        raise HTTPException(413, f"Expected at most {MOST_BODY} bytes.")
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > MOST_BODY:
+            raise HTTPException(413, f"Expected at most {MOST_BODY} bytes.")
     try:
-        body = json.loads(await request.body())
+        body = json.loads(content)
     except (ValueError, RecursionError):
         raise HTTPException(400, "Expected JSON.") from None
     if not isinstance(body, dict):

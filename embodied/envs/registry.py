@@ -289,7 +289,8 @@ def adapt_batch(
             for seed in seeds
         ]
         return gym_vector.make_vector_of(each, seeds, vector, options)
-    env = factory(**{**kwargs, "num_envs": len(seeds)})
+    seed = {"seed": seeds[0]} if takes(factory, "seed") else {}
+    env = factory(**{**kwargs, **seed, "num_envs": len(seeds)})
     if isinstance(env, BatchEnv):
         return env
     gym_vector = importlib.import_module("embodied.envs.gym_vector")

@@ -107,6 +107,17 @@ class TestLogdirs:
         config = load_config(["--logdir", "{task}", "--task", task], {})
         assert config.logdir == name
 
+    def test_an_evaluation_needs_no_devices_of_the_run(self, tmp_path):
+        devices = ["--jax.expect_devices", "5", "--jax.policy_devices", "4"]
+        prepare_logdir(load_config(["--logdir", str(tmp_path), *devices], {}))
+        (tmp_path / "ckpt").mkdir()
+        argv = ["--script", "eval_only", "--logdir", str(tmp_path)]
+        config = load_config(argv, {})
+        assert config.jax.expect_devices == 0
+        assert config.jax.policy_devices == (0,)
+        given = load_config([*argv, "--jax.policy_devices", "1"], {})
+        assert given.jax.policy_devices == (1,)
+
     def test_an_evaluation_finds_what_was_filled_in(self, tmp_path):
         argv = ["--logdir", f"{tmp_path}/{{task}}-{{seed}}", "--configs", "debug"]
         argv += ["--task", "dummy_cont", "--seed", "5"]

@@ -17,6 +17,7 @@ from dreamerv3.cli.config import (
     merge,
     read_blocks,
     read_config,
+    to_arguments,
 )
 from dreamerv3.cli.help_pages import help_text
 from dreamerv3.cli.logdir import prepare_logdir
@@ -96,6 +97,35 @@ class TestFlags:
         argv = [r"--.*\.units", "64", "--agent.value.units", "32"]
         flat = merge(argv).flat
         assert (flat["agent.value.units"], flat["agent.policy.units"]) == (32, 64)
+
+    @pytest.mark.parametrize(
+        ("argv", "value"),
+        [
+            (["--env.gym.kwargs.g", "9", "--env.gym.kwargs.g", "x"], "x"),
+            ([r"--env.gym.kwargs.g", "9", r"--env\.gym\.kw.*", "10"], "10"),
+            (["--env.gym.kwargs.g", "'2'"], "2"),
+            (["--env.gym.kwargs.g", "2"], 2),
+            (["--env.gym.kwargs.g", "it's"], "it's"),
+        ],
+    )
+    def test_arguments_of_environments_can_be_set_again(self, argv, value):
+        values = merge(argv)
+        assert values.problems == []
+        assert values.flat["env.gym.kwargs.g"] == value
+
+    @pytest.mark.parametrize("value", [2, 2.5, True, "2", "x", "'x'", "1e3", "", "a b"])
+    def test_arguments_of_environments_keep_their_type(self, value, tmp_path):
+        flags = to_arguments({"env.gym.kwargs.g": value, "logdir": tmp_path / "run"})
+        config = load_config(flags)
+        assert config.env.gym.kwargs == {"g": value}
+        assert type(config.env.gym.kwargs["g"]) is type(value)
+        prepare_logdir(config)
+        again = load_config(["--configs", str(tmp_path / "run/config.yaml")])
+        assert again.env.gym.kwargs == {"g": value}
+
+    def test_scales_of_own_losses_can_be_set_again(self):
+        argv = ["--agent.loss_scales.own", "1", "--agent.loss_scales.own", "0.5"]
+        assert merge(argv).flat["agent.loss_scales.own"] == 0.5
 
 
 class TestConfig:

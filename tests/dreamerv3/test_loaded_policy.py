@@ -9,6 +9,7 @@ from inference_testing import ACT_SPACE, Task
 
 from dreamerv3.policies.inference import ActionConverter, LoadedPolicy
 from embodied import Space, wrappers
+from embodied.envs.gym_spaces import act_leaf
 
 
 class Noting:
@@ -170,6 +171,30 @@ class TestBounds:
         assert [action["move"] for action in actions] == [1, 2]
         assert policy.act_space["move"] == ACT_SPACE["move"]
         np.testing.assert_array_equal(policy.act_space["force"].high, [2, 10])
+
+    @pytest.mark.parametrize(
+        ("outer", "given", "expected"),
+        [
+            (gymnasium.spaces.Discrete(3, start=1), [0, 2], [1, 3]),
+            (gymnasium.spaces.Discrete(3), [0, 2], [0, 2]),
+            (gymnasium.spaces.Box(-1, 1, (2,), np.int8), [[0, 2]], [[-1, 1]]),
+            (
+                gymnasium.spaces.MultiDiscrete([2, 3], start=[5, 7]),
+                [[1, 0], [0, 2]],
+                [[6, 7], [5, 9]],
+            ),
+        ],
+    )
+    def test_classes_begin_where_those_of_the_environment_do(
+        self, outer, given, expected
+    ):
+        inner = act_leaf("a", (), outer).space
+        converter = ActionConverter({"a": inner}, {"a": outer})
+        actions = converter({"a": np.array(given, inner.dtype)})["a"]
+        np.testing.assert_array_equal(actions, expected)
+        for action in actions:
+            assert action in outer
+            assert action in converter.spaces["a"]
 
     def test_they_are_those_of_a_wrapped_environment(self):
         taken = []

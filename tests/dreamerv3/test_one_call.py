@@ -126,6 +126,23 @@ def test_keys_may_be_short_nested_or_whole(tmp_path):
     assert config.seed == 3
 
 
+def test_arguments_of_an_environment_keep_their_type(tmp_path):
+    gymnasium.register("OneCallCoin-v1", lambda version: Coin(int(version + "0")))
+    try:
+        env = gymnasium.make("OneCallCoin-v1", version="2")
+        dreamerv3.train(env, 10, tmp_path, **QUICK)
+    finally:
+        del gymnasium.registry["OneCallCoin-v1"]
+    assert read_config(tmp_path / "config.yaml").env.gym.kwargs.version == "2"
+
+
+def test_files_are_as_private_as_the_configuration_says(tmp_path):
+    for access, mode in (("user", 0o600), ("group", 0o640)):
+        logdir = tmp_path / access
+        dreamerv3.train(Coin, 10, logdir, logdir_access=access, **QUICK)
+        assert (logdir / "metrics.jsonl").stat().st_mode & 0o777 == mode
+
+
 def test_blocks_come_after_the_size(tmp_path):
     dreamerv3.train(Coin, 10, tmp_path, configs=["debug"], **QUICK)
     assert read_config(tmp_path / "config.yaml").agent.dyn.rssm.deter == 8

@@ -38,6 +38,14 @@ def test_a_parallel_run_tells_the_mean_of_its_last_ten_episodes(tmp_path, scores
     assert told in texts.parallel_summary(config, 9.0).splitlines()[0]
 
 
+def test_a_line_that_is_half_written_is_left_out(tmp_path):
+    write_scores(tmp_path, [1.0, 3.0])
+    with (tmp_path / "scores.jsonl").open("a") as file:
+        file.write('{"step": 3, "epi')
+    config = load_config(["--logdir", str(tmp_path)], {})
+    assert "last 2 episodes 2." in texts.parallel_summary(config, 9.0)
+
+
 def test_a_run_in_one_process_does_likewise(tmp_path):
     config = load_config(["--logdir", str(tmp_path)], {})
     result = TrainResult(

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import dreamerv3
-from dreamerv3.cli.config import ConfigError
+from dreamerv3.cli.config import ConfigError, load_config
 from dreamerv3.cli.task_origin import PROOF, names_code, sign_task, started_by_user
 from dreamerv3.main import main
 
@@ -66,6 +66,20 @@ def test_a_folder_does_not_decide_what_is_imported(stranger, tmp_path):
     assert not (tmp_path / "imported").exists()
     for task in tasks:
         assert f"If you trust this code, pass --task {task!r}." in done.stderr
+
+
+def test_nor_does_its_configuration_for_another_run(stranger, tmp_path, capsys):
+    config = stranger / "config.yaml"
+    flags = ["--configs", str(config), "--logdir", str(tmp_path / "new")]
+    evaluation = ["--script", "eval_only", "--logdir", str(stranger), *flags[:2]]
+    for argv in (flags, evaluation):
+        assert main(argv) == 2
+        assert "names code" in capsys.readouterr().err
+    lines = config.read_text().splitlines()
+    config.write_text("\n".join(x for x in lines if not x.startswith("replica:")))
+    assert main(flags) == 2, "a part of it is treated the same"
+    assert "names code" in capsys.readouterr().err
+    assert load_config([*flags, "--task", "hostile:go"]).task == "hostile:go"
 
 
 def test_the_user_may_name_it(stranger, tmp_path):

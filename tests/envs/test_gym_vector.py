@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 
 import gymnasium
 import numpy as np
@@ -233,6 +234,17 @@ class Picture(gymnasium.Env):
         return np.ones((3, 50, 40), np.float32), {}
 
 
+def test_a_factory_of_several_gets_a_seed_if_it_takes_one():
+    given = []
+
+    def make(num_envs, seed):
+        given.append(seed)
+        return make_pendulums(num_envs)
+
+    assert len(registry.adapt_batch(make, [3, 4], {})) == 2
+    assert given == [3]
+
+
 def make_pictures(num_envs):
     return gymnasium.vector.SyncVectorEnv([Picture] * num_envs)
 
@@ -275,7 +287,17 @@ def test_a_parallel_run_with_vector_environments(tmp_path):
     assert "episode/score" in (tmp_path / "scores.jsonl").read_text()
 
 
+@pytest.fixture
+def no_forks():
+    """Starts processes anew: this one may have threads of JAX, from other tests."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
 @pytest.mark.parametrize("vector", ["sync", "async"])
+@pytest.mark.usefixtures("no_forks")
 def test_environments_of_a_function_step_together(vector):
     options = {"vector": vector, "kwargs": {"render_mode": None}}
     make = functools.partial(gymnasium.make, "CartPole-v1")

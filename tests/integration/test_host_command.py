@@ -9,12 +9,16 @@ import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from parallel_testing import Program, import_path, metrics, small, wait_until
 
-from dreamerv3.cli.host_command import first_free
+from dreamerv3.cli.config import load_config, to_arguments
+from dreamerv3.cli.factories import image_size
+from dreamerv3.cli.host_command import first_free, host_settings
 from embodied import rpc
 from embodied.rpc import Keys
+from embodied.space import Space
 
 
 def host_command(logdir, *flags):
@@ -38,6 +42,16 @@ def printed(logdir, *flags):
     name, *argv = shlex.split(line)
     assert name == "dreamerv3"
     return argv, notes
+
+
+def test_a_host_resizes_images_as_the_run_does():
+    mults = ("2", "3", "4")
+    coder = ["--agent.enc.simple.mults", *mults, "--agent.dec.simple.mults", *mults]
+    run = load_config(["--task", "my_env:MyEnv", *coder])
+    host = load_config(to_arguments(host_settings(run)))
+    spaces = {"image": Space(np.uint8, (40, 40, 3))}
+    assert image_size(host, spaces) == image_size(run, spaces)
+    assert image_size(load_config([]), spaces) != image_size(run, spaces)
 
 
 @pytest.mark.slow

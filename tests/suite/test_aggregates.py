@@ -40,6 +40,15 @@ def test_tasks_with_fewer_runs_count_the_same():
         assert few[name].value == alike[name].value
 
 
+def test_tasks_with_any_numbers_of_runs_weigh_about_the_same():
+    tasks = [np.full(count, float(count)) for count in (7, 8, 9, 11, 13)]
+    found = aggregates.aggregate(tasks, resamples=20)["mean"]
+    assert found.value == pytest.approx(9.6, rel=1e-6)
+    mixed = [np.arange(count) / (count - 1) for count in (7, 8, 9, 11, 13)]
+    found = aggregates.aggregate(mixed, resamples=20)
+    assert found["mean"].value == pytest.approx(0.5, abs=0.01)
+
+
 def test_intervals_of_one_task_are_those_of_a_bootstrap_of_the_mean():
     values = np.random.default_rng(1).normal(50, 10, 20)
     estimate = aggregates.mean_score(values)

@@ -98,6 +98,13 @@ def test_steps_after_the_last_that_is_asked_for_are_left_out(make_run, tmp_path)
         plot.render([logdir], tmp_path / "none.png", until=9_000)
 
 
+def test_no_published_curve_begins_before_its_first_score(make_run, tmp_path):
+    logdir = make_run("a", [(1000, 1.0), (4000, 2.0)])
+    pixels = drawn(plot.render([logdir], tmp_path / "a.png", until=5_000))
+    alone = plot.render([logdir], tmp_path / "b.png", until=5_000, reference="none")
+    np.testing.assert_array_equal(pixels, drawn(alone))
+
+
 def test_another_metric_is_drawn_without_published_scores(make_run, tmp_path):
     logdir = make_run("a", SCORES, metric="train/loss/image")
     options = {"metric": "train/loss/image"}

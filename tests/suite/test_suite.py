@@ -117,6 +117,10 @@ def test_tasks_with_slashes_have_folders_without():
         (["--suite.tasks", "dummy_disc", "nosuite_x"], "got 'nosuite_x'"),
         (["--logger.outputs", "terminal"], "expected jsonl among them"),
         (["--replicas", "2"], "replicas: expected 1"),
+        (
+            ["--suite.preset", "atari100k", "--task", "atari100k_pong"],
+            "Choose among them with --suite.tasks",
+        ),
         (["--suite.preset", "atari"], "Did you mean atari100k?"),
         (
             ["--suite.at_once", "0"],

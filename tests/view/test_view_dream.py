@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import unittest.mock
 
 import numpy as np
@@ -161,6 +162,15 @@ def test_the_code_of_a_stranger_is_not_imported(tmp_path, monkeypatch):
     sign_task(folder, "this:Unknown")  # Now the code would be imported.
     with pytest.raises(TaskError, match="this"):
         Dream(folder).start({"source": "episode"})
+
+
+def test_a_dream_that_nobody_uses_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(dream, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(dream, "PRIORITY", 0)
+    ours, theirs = multiprocessing.Pipe()
+    ours.send_bytes(json.dumps({"do": "start"}).encode())
+    dream.answer_requests(str(tmp_path), theirs)  # Returns.
+    assert "error" in json.loads(ours.recv_bytes()), "requests are answered before"
 
 
 def test_moments_of_the_replay(dreamer):

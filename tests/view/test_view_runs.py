@@ -94,6 +94,9 @@ def test_damaged_files_do_no_harm(tmp_path):
     assert run.live() == {} and "error" in run.configuration()
     (folder / "live.json").write_text('{"scores": "no", "rates": 3, "step": []}')
     assert only(tmp_path).summary()["score"] is None
+    (folder / "live.json").write_text(f'{{"time": 1{"0" * 400}, "step": 1e999}}')
+    (folder / "scores.jsonl").write_text("[" * 5000 + "\n")
+    assert only(tmp_path).summary()["step"] == 0
 
 
 def test_what_differs_from_the_defaults_is_told(tmp_path):
@@ -113,6 +116,16 @@ def test_steps_have_times(tmp_path):
     write_rows(folder / "events.jsonl", ticks)
     steps, times = only(tmp_path).times()
     assert steps.tolist() == [0, 9] and times.tolist() == [6, 9]
+
+
+def test_steps_that_a_resumed_run_has_undone_have_no_times(tmp_path):
+    folder = write_run(tmp_path / "a")
+    ticks = [(0, 0), (50, 5), (100, 10), (40, 100), (90, 105), (140, 110)]
+    rows = [{"kind": "step", "step": step, "time": time} for step, time in ticks]
+    write_rows(folder / "events.jsonl", rows)
+    steps, times = only(tmp_path).times()
+    assert steps.tolist() == [0, 40, 90, 140]
+    assert times.tolist() == [0, 100, 105, 110]
 
 
 def test_published_curves_are_over_logged_steps(tmp_path):

@@ -48,6 +48,20 @@ def test_a_file_that_was_written_anew_is_read_anew(tmp_path):
     assert file.names() == ["b"]
 
 
+def test_a_run_that_went_back_and_wrote_more_since_is_read_anew(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    append(path, *({"step": i, "a": 1} for i in range(20)))
+    file = MetricFile(path)
+    file.update()
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:10]))
+    append(path, *({"step": i, "a": 2} for i in range(10, 40)))
+    file.update()
+    steps, values = file.column("a")
+    assert steps.tolist() == list(range(40))
+    assert values.tolist() == [1] * 10 + [2] * 30
+
+
 def test_what_is_no_row_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     good = json.dumps({"step": 1, "<b>../x</b>": 2.0, "text": "no", "t": True})

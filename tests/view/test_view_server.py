@@ -93,6 +93,7 @@ def test_writes_are_only_taken_from_our_page(address):
     headers = {"Content-Type": "application/json"}
     assert fetch(f"{address}api/dream", b"[1]", headers)[0] == 400
     assert fetch(f"{address}api/dream", b"{" + b" " * 70_000, headers)[0] == 413
+    assert fetch(f"{address}api/dream", [b"{", b" " * 70_000], headers)[0] == 413
     assert fetch(f"{address}api/dream", b'{"run": "no"}', headers)[0] == 404
     assert fetch(f"{address}api/runs", b"{}", headers)[0] == 405
 

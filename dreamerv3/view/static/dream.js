@@ -46,8 +46,7 @@ class Dream {
       this.take(first);
       this.status.textContent = `The model of step ${number(first.step)}. Its context has ended: you play now.`;
     } catch (problem) {
-      this.status.textContent = String(problem.message ?? problem);
-      if (/ended/.test(this.status.textContent)) this.session = null;
+      this.fail(problem);
     } finally {
       this.begin.disabled = false;
     }
@@ -184,10 +183,15 @@ class Dream {
     } catch (problem) {
       if (this.left) return;
       this.stop();
-      this.status.textContent = String(problem.message ?? problem);
+      this.fail(problem);
     } finally {
       this.busy = false;
     }
+  }
+
+  fail(problem) {
+    this.status.textContent = String(problem.message ?? problem);
+    if (/ended|longer/.test(this.status.textContent)) this.session = null;
   }
 
   async again() {
@@ -195,7 +199,7 @@ class Dream {
     try {
       this.rewards = [];
       this.take(await post(`api/dream/${this.session}`, { do: "restart" }));
-    } catch (problem) { this.status.textContent = String(problem.message ?? problem); }
+    } catch (problem) { this.fail(problem); }
   }
 
   take(frame) {
