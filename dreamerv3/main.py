@@ -13,6 +13,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 
 TYPE_CHECKING = False  # Without `typing`, whose import is slow.
 if TYPE_CHECKING:
@@ -66,9 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv is None:
             _import_from_here()
-        return _main(sys.argv[1:] if argv is None else list(argv))
+        code = _main(sys.argv[1:] if argv is None else list(argv))
     except KeyboardInterrupt:
-        return _fail(["interrupted, without saving."], code=130)
+        code = _fail(["interrupted, without saving."], code=130)
+    if argv is None and code and threading.active_count() > 1:
+        # A thread that is compiling would abort the interpreter while that ends.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _interruptible(program: Callable[[], None]) -> Callable[[], None]:

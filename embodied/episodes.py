@@ -109,6 +109,12 @@ class Episodes:
                 finished += mode.add(batch, rows, now)
         return finished
 
+    def abandon(self, envids: Sequence[Hashable] | np.ndarray) -> None:
+        """Abandons the open episodes of envs, of which steps may be missing."""
+        envs = envids.tolist() if isinstance(envids, np.ndarray) else list(envids)
+        for mode in self._modes.values():
+            mode.abandon(envs)
+
     def result(self) -> dict[str, Any]:
         """Returns the metrics since the last call."""
         now = self._clock()
@@ -174,6 +180,12 @@ class _Mode:
         if batch.images or batch.some_images:
             self._record(batch, rows, now)
         return [self._finish(batch.envs[row]) for row in rows[batch.is_last[rows]]]
+
+    def abandon(self, envs: Sequence[Hashable]) -> None:
+        """Abandons the open episodes of envs."""
+        for env in envs:
+            if env in self._slots:
+                self._abandon(env)
 
     def expire(self, now: float) -> None:
         """Abandons episodes that made no step within the timeout."""
@@ -378,7 +390,7 @@ def _check(
     images: dict[str, np.ndarray] = {}
     for key, values in transitions.items():
         array = np.asarray(values)
-        if _is_image(array, ndim=4):
+        if is_image(array, ndim=4):
             images[key] = array
         elif key.startswith("log/") and array.ndim == 1 and array.dtype.kind in "biuf":
             logs[key] = array
@@ -392,7 +404,7 @@ def _check(
             )
     for env, frames in some_images.items():
         for key, frame in frames.items():
-            if not _is_image(frame, ndim=3):
+            if not is_image(frame, ndim=3):
                 raise ValueError(
                     f"Expected image {key!r} of env {env!r} as [H, W, C] uint8 with 1 "
                     f"or 3 channels, got shape {frame.shape} and dtype {frame.dtype}."
@@ -408,7 +420,8 @@ def _check(
     )
 
 
-def _is_image(array: np.ndarray, ndim: int) -> bool:
+def is_image(array: np.ndarray, ndim: int) -> bool:
+    """Returns whether an array of so many dimensions can be shown in a video."""
     shaped = array.ndim == ndim and array.shape[-1] in (1, 3)
     return shaped and array.dtype == np.uint8 and array.size > 0
 

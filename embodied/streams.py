@@ -389,8 +389,10 @@ class Prefetch(_Wrapper):
 
     def close(self) -> None:
         """Ends the thread, which completes at most one `next` of the source."""
-        self._stop()
-        super().close()
+        try:
+            self._stop()
+        finally:
+            super().close()
 
     def _start(self) -> None:
         with self._changed:

@@ -175,6 +175,19 @@ class TestPruning:
         assert left == set(tags[-2:]), "the damaged one went when it was too old"
         assert (tmp_path / shared.path).exists()
 
+    def test_the_parts_of_a_damaged_manifest_stay_for_its_repair(self, tmp_path):
+        checkpoint = Checkpoint(tmp_path, keep=3, min_free_bytes=0)
+        tags = [checkpoint.save({"agent": step}) for step in range(2)]
+        copy = tmp_path / f"ckpt/manifests/{tags[1]}.json"
+        good = copy.read_bytes()
+        for path in (copy, tmp_path / "ckpt/manifest.json"):
+            flip(path, 200)
+        checkpoint = Checkpoint(tmp_path, keep=3, min_free_bytes=0)
+        checkpoint.clean()
+        assert checkpoint.load()[0] == {"agent": 0}
+        copy.write_bytes(good)
+        assert Checkpoint(tmp_path, keep=3).load()[0] == {"agent": 1}
+
     def test_a_checkpoint_that_lost_a_file_does_not_count(self, tmp_path):
         checkpoint = Checkpoint(tmp_path, keep=2, min_free_bytes=0)
         tags = [checkpoint.save({"agent": step}) for step in range(2)]

@@ -191,3 +191,24 @@ class TestPrefetch:
     def test_refuses_to_fetch_nothing_ahead(self):
         with pytest.raises(ValueError, match="amount >= 1, got 0"):
             streams.Prefetch(Count(), amount=0)
+
+
+def test_the_source_is_closed_even_if_the_thread_does_not_end(monkeypatch):
+    class Source(Count):
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    source = Source()
+    prefetch = streams.Prefetch(source)
+    stop = prefetch._stop
+
+    def stop_late():
+        stop()
+        raise TimeoutError("it does not end")
+
+    monkeypatch.setattr(prefetch, "_stop", stop_late)
+    with pytest.raises(TimeoutError):
+        prefetch.close()
+    assert source.closed

@@ -130,14 +130,14 @@ class Checkpoint(CheckpointStore):
 
         Leftovers are temporary files anywhere below the root, and files in the folder
         whose name begins with a tag but that no kept manifest lists. No save may be
-        under way, in this process or another. If all manifests are damaged, only
-        temporary files are removed.
+        under way, in this process or another. While a manifest is damaged, only
+        temporary files are removed: a person may restore it.
         """
         with self._lock:
             self.remove_temporary("")
             self.prune()
             readable, damaged = self._manifests.read()
-            if damaged and not readable:
+            if damaged:
                 return
             needed = set(self._manifests.paths())
             for manifest in readable:

@@ -19,6 +19,7 @@ import numpy as np
 from embodied.base import Agent, Array, Tree
 from embodied.jax import devices
 from embodied.jax.algorithm import Algorithm
+from embodied.jax.compiling import is_compiling
 from embodied.jax.device_stream import Placer, open_stream
 from embodied.jax.devices import Layout
 from embodied.jax.param_names import OPT, choose_arrays, name_matches
@@ -127,6 +128,11 @@ class JaxAgent(Agent):
     def init_train(self, batch_size: int) -> Tree:
         """Returns the carry of this host's rows before the first batch."""
         return self._trainer.init_carry(batch_size)
+
+    @property
+    def compiling(self) -> bool:
+        """Whether this process compiles a function, which can take minutes."""
+        return is_compiling()
 
     def init_report(self, batch_size: int) -> Tree:
         """Returns the carry of this host's rows before the first batch of a report."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
 import logging
 import time
@@ -15,6 +17,7 @@ MEET_SECONDS = 1800.0  # How long to wait for the slowest host.
 
 logger = logging.getLogger(__name__)
 _meetings = itertools.count()
+_running: list[str] = []  # Names of the functions that are being compiled.
 
 
 def compile_ahead(
@@ -51,11 +54,30 @@ def compile_ahead(
         out_shardings=out_shardings,
         compiler_options=dict(options) if options else None,
     )
-    compiled = jitted.lower(*arguments).compile()
+    _running.append(name)
+    try:
+        compiled = jitted.lower(*arguments).compile()
+    finally:
+        _running.remove(name)
+    _return_memory()
     logger.info("Compiled %s in %.1f s.", name, time.monotonic() - started)
     if hosts:
         _barrier(f"compiled {name}")
     return compiled
+
+
+def is_compiling() -> bool:
+    """Returns whether this process is compiling a function."""
+    return bool(_running)
+
+
+def _return_memory() -> None:
+    """Returns memory that the compiler has freed, up to a gigabyte, to the system.
+
+    The allocator of glibc would keep it.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _barrier(name: str) -> None:

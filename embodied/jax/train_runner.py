@@ -86,6 +86,7 @@ class TrainRunner:
         self._lock = threading.Lock()
         self._pending: PendingUpdate | None = None
         self._steps: dict[tuple[str, tuple], Callable[..., Any]] = {}
+        self._carries: dict[int, Callable[[], Tree]] = {}  # By rows.
         key = jax.random.key(seed)
         shapes = jax.eval_shape(algorithm.init, key)
         paths, self._treedef = jax.tree_util.tree_flatten_with_path(shapes)
@@ -118,7 +119,9 @@ class TrainRunner:
         def make() -> Tree:
             return self._algorithm.carry(self.shapes, total)
 
-        return jax.jit(make, out_shardings=self._layout.rows)()
+        if rows not in self._carries:
+            self._carries[rows] = jax.jit(make, out_shardings=self._layout.rows)
+        return self._carries[rows]()
 
     def train(
         self, carry: Tree, batch: Mapping[str, Array]

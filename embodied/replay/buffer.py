@@ -144,8 +144,7 @@ class Replay:
             index = self._index
             # With few chunks for many workers, eviction begins below the capacity.
             return index is not None and (
-                len(index.items) >= index.capacity
-                or self._counters.total("evicted") > 0
+                len(index.items) >= index.capacity or index.crowded
             )
 
     def __bool__(self) -> bool:

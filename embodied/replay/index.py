@@ -193,6 +193,7 @@ class Index:
         self.streams = Streams()
         self.files: dict[int, ChunkFiles] = {}  # What is on disk, by chunk number.
         self.counters = counters
+        self.crowded = False  # Whether items were evicted to make room for steps.
         self.updates = 0  # Number of the last; tells which latents are on disk.
         self.online_queue: collections.deque[tuple[int, int]] = collections.deque()
         self._online = settings.online
@@ -357,6 +358,7 @@ class Index:
         while not chunks.free:
             # Chunks that wait for their readers come free soon, so evict no more.
             if len(self.items) and not chunks.any_blocked():
+                self.crowded = True
                 self.evict(min(_EVICT_AT_ONCE, 1 + len(self.items) // 16))
             elif not self._changed.wait(RELEASE_SECONDS):
                 raise RuntimeError(

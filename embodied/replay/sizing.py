@@ -163,10 +163,7 @@ def cgroup_bytes_left(membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> 
       root: folder of all groups; version 1 has a subfolder for each kind of resource.
     """
     return min(
-        (
-            _left(folder / limit, folder / used)
-            for folder, (limit, used) in _groups(membership, root)
-        ),
+        (_left(folder, *files) for folder, files in _groups(membership, root)),
         default=math.inf,
     )
 
@@ -203,11 +200,23 @@ def _with_parents(root: Path, path: str) -> list[Path]:
     return [root.joinpath(*parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
-def _left(limit: Path, used: Path) -> float:
+def _left(folder: Path, limit: str, used: str) -> float:
     try:
-        return max(0, int(limit.read_text()) - int(used.read_text()))
+        left = int((folder / limit).read_text()) - int((folder / used).read_text())
     except (OSError, ValueError):  # No such file, or 'max': there is no limit.
         return math.inf
+    return max(0, left + _cached(folder))
+
+
+def _cached(folder: Path) -> int:
+    """Returns the bytes of files in memory, which are given up when needed."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+        found = {name: int(value) for name, value in map(str.split, lines)}
+    except (OSError, ValueError):
+        return 0
+    # In version 1 the groups below are included only in the total.
+    return found.get("total_inactive_file", found.get("inactive_file", 0))
 
 
 def _is_whole(value: Any, low: int) -> bool:
@@ -215,4 +224,4 @@ def _is_whole(value: Any, low: int) -> bool:
 
 
 def _is_number(value: Any, low: float) -> bool:
-    return isinstance(value, numbers.Real) and float(value) >= low
+    return isinstance(value, numbers.Real) and low <= float(value) < math.inf

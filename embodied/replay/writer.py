@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from embodied.base import Tree
-from embodied.checkpoint import CheckpointError, FileRecord
+from embodied.checkpoint import FileRecord
 from embodied.replay.chunkfiles import (
     FORMAT,
     LATENTS,
@@ -102,6 +102,13 @@ class ReplayWriter:
         for file, record in zip(files, self.folder.records(files, root)):
             if record.path not in listed:
                 self.folder.remove(file)
+
+    def remove_unlisted(self, kept: Collection[ChunkFile]) -> None:
+        """Removes the files that no save lists, except those that are kept."""
+        assert self.folder is not None
+        for file in self.unlisted.difference(kept):
+            self.folder.remove(file)
+        self.unlisted.intersection_update(kept)
 
     def resume(self, number: int) -> None:
         """Continues numbering after a save, and after all saves that have left files.
@@ -221,15 +228,15 @@ class ReplayCut:
         index, chunks, writer = self._index, self._chunks, self._writer
         if index is None or chunks is None:
             return SavedReplay(self._state, [], writer, index)
+        # First, since it may need the room of files that a failed save has left.
+        writer.remove_unlisted([x for y in chunks.files for x in y.steps + y.latents])
         data = self._state | chunks.tables(index)
         jobs = self._jobs(data, chunks)
         self._write_steps(index, [x for x in jobs if x.number in self._pinned])
         self._write_latents(index, jobs)
         files = [file for x in jobs for file in x.files.needed]
         data["files"] = pack_files(files, [x.file.chunk for x in jobs])
-        assert writer.folder is not None
-        for file in writer.unlisted.difference(files):
-            writer.folder.remove(file)
+        writer.remove_unlisted(files)
         writer.unlisted.clear()
         return SavedReplay(data, files, writer, index)
 
@@ -294,16 +301,16 @@ class ReplayCut:
           The job, the file, and the number of the last update that it contains.
 
         Raises:
-          CheckpointError: a file could not be written. All that were written have been
-            yielded.
+          Exception: a file could not be written, usually CheckpointError. All that were
+            written have been yielded.
         """
-        problem: CheckpointError | None = None
+        problem: Exception | None = None
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
             futures = {pool.submit(self._write, index, job): job for job in jobs}
             for future in concurrent.futures.as_completed(futures):
                 try:
                     written = None if future.cancelled() else future.result()
-                except CheckpointError as error:
+                except Exception as error:
                     problem = problem or error
                     for other in futures:
                         other.cancel()

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket as sockets
 import stat
+import struct
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import cast
@@ -85,7 +86,7 @@ class Keys:
     def load(cls, path: str | os.PathLike) -> Keys:
         """Reads a key file, which only its owner, this user or root, may access."""
         try:
-            with open(path) as file:
+            with open(path, "rb") as file:
                 status = os.fstat(file.fileno())
                 content = file.read(1 << 16)
         except OSError as error:
@@ -113,7 +114,7 @@ class Keys:
             for key in (*pairs.values(), *allowed):
                 if len(z85.decode(key)) != 32:
                     raise ValueError("a key of the wrong length")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, struct.error):
             raise AuthError(
                 f"Key file {path} is not a valid key file. Make one with "
                 "`Keys.generate().save(path)`."
@@ -276,7 +277,17 @@ def resolve(host: str) -> str:
     if host in ("*", "0.0.0.0"):
         return "0.0.0.0"
     try:
-        family, _, _, _, where = sockets.getaddrinfo(host.strip("[]"), None)[0]
+        found = sockets.getaddrinfo(host.strip("[]"), None)
     except OSError as error:
         raise ValueError(f"Cannot resolve host {host!r}: {error}.") from None
+    # Clients look a name up, too, and prefer IPv4 as well.
+    family, _, _, _, where = min(found, key=lambda x: x[0] == sockets.AF_INET6)
     return f"[{where[0]}]" if family == sockets.AF_INET6 else str(where[0])
+
+
+def needs_ipv6(addr: str) -> bool:
+    """Returns whether a host has no IPv4 address; False if it is not known now."""
+    try:
+        return resolve(parse_address(addr)[0]).startswith("[")
+    except ValueError:
+        return False

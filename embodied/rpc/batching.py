@@ -312,8 +312,8 @@ class BatchServer(Server):
                 self._take_in(session, seq, call)
         except wire.WireError as error:
             self._refuse(session, seq, call.method.name, error)
-        except Exception:
-            self._internal_error()
+        except Exception as error:
+            self._fail_call(session, seq, call.method.name, error)
 
     def _take_in(self, session: ClientSession, seq: int, call: CachedCall) -> None:
         """Adds a call to a batch."""
@@ -387,7 +387,7 @@ class BatchServer(Server):
     def _run_own(self, batch: Batch) -> None:
         try:
             self._run_batch(batch)
-        except Exception:
+        except BaseException:
             self._internal_error()  # The loop must go on for other clients.
 
     def _run_batch(self, batch: Batch) -> None:

@@ -25,7 +25,6 @@ import numpy as np
 from embodied.rpc import wire
 from embodied.rpc.wire import Spec, WireError
 
-AVAILABLE = hasattr(os, "memfd_create")
 THRESHOLD = 4096  # Bytes of arrays from which shared memory is faster than the frame.
 NAME = "embodied-bulk"
 MAX_TARGETS = 256  # Row ranges whose views a `BatchBuffer` caches.
@@ -35,6 +34,18 @@ _SET: Any = operator.setitem
 _PACK_SEQ = wire.SEQ.pack
 # Keeps the weak references of leases alive, at half the cost of `weakref.finalize`.
 _LEASES: dict[int, Any] = {}
+
+
+def _is_available() -> bool:
+    """Returns whether the kernel has anonymous memory, and grants it."""
+    try:
+        os.close(os.memfd_create(NAME))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+AVAILABLE = _is_available()
 _SEALS = 0
 if AVAILABLE:
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -169,24 +180,38 @@ class Arena:
         self._total = 0
         self._count = 0
         self._spare: dict[int, deque[Block]] = {}
+        self._gone: deque[int] = deque()  # Sizes of blocks that were freed for good.
         self._lock = threading.Lock()  # Held to make blocks and to close.
 
     def allocate(self, size: int) -> Block | None:
-        """Returns a block of a `wire.block_bytes` size; None if memory is short."""
+        """Returns a block of a `wire.block_bytes` size; None if memory is short.
+
+        It may be larger, so that calls that are rarely open at once need no new one.
+        """
         try:
             return self._spare[size].pop()  # The last one: its bytes are still cached.
         except (KeyError, IndexError):
-            return self._make(size)
+            pass
+        for larger in (2 * size, 4 * size):
+            try:
+                return self._spare[larger].pop()
+            except (KeyError, IndexError):
+                continue
+        return self._make(size)
 
     def _make(self, size: int) -> Block | None:
         with self._lock:
             spare = self._spare.setdefault(size, deque())
+            while self._gone:
+                self._total -= self._gone.popleft()
             if self._total + size > MAX_OWN:
                 return None
             try:
                 block = Block(self._count + 1, size, spare)
             except OSError:
                 return None
+            # For example, those of calls that a restarted server does not answer.
+            weakref.finalize(block, self._gone.append, size).atexit = False
             self._count += 1
             self._total += size
             return block

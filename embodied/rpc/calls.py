@@ -126,7 +126,11 @@ class Future:
         return self._value if self.state == FAILED else None
 
     def add_callback(self, callback: Callable[[Future], None]) -> None:
-        """Calls back from the thread that completes the call; at once if it is done."""
+        """Calls back from the thread that completes the call; at once if it is done.
+
+        Nothing is received meanwhile, so the callback must not wait for a call, nor
+        close the client.
+        """
         with self._lock:
             pending = self.state == PENDING
             if pending:

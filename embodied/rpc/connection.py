@@ -19,7 +19,7 @@ from typing import Any
 from embodied.rpc import auth, buffers, links, wire
 from embodied.rpc.calls import PENDING, Disconnected, Future, RemoteError, Statistics
 from embodied.rpc.links import DOWN, UP, Link, LinkEnded, LocalLink
-from embodied.rpc.threads import Wakeup
+from embodied.rpc.threads import Wakeup, raise_descriptor_limit
 
 RETRY_SECONDS = 0.2  # Pause before the next attempt to open a link.
 COUNTS = ("calls", "replies", "errors", "reconnects", "sent_bytes", "received_bytes")
@@ -172,6 +172,7 @@ class Connection:
             raise ValueError(
                 f"Expected a link among {', '.join(links.KINDS)}, got {link!r}."
             )
+        raise_descriptor_limit()
         self.name = name = hello["name"]
         self.addr = auth.connect_address(addr)
         self._keys = keys
@@ -372,9 +373,10 @@ class Connection:
         return link
 
     def _use(self, link: Link | None) -> None:
-        """Replaces the link, or plans the next attempt if there is no new one."""
+        """Replaces the link, if there is a new one."""
+        # The next attempt is not before then, also if this link ends at once.
+        self._retry_at = time.monotonic() + RETRY_SECONDS
         if link is None:
-            self._retry_at = time.monotonic() + RETRY_SECONDS
             return
         with self._lock:
             before, self._link = self._link, link

@@ -156,6 +156,7 @@ class LocalLink(Link):
         except BlockingIOError:
             return self._send_later(frame)
         except OSError:
+            self.abort()  # Whatever the reason, a new link may work.
             return False
         return True
 

@@ -102,7 +102,7 @@ class Server:
         insecure: bool = False,
         max_bytes: int = 1 << 30,
         backlog: int = 16,
-        on_failure: Callable[[Exception], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
     ):
         self.name = name
         self.addr = auth.bind_address(addr, keys, insecure, self.ADVICE)
@@ -123,7 +123,7 @@ class Server:
         self._listeners: list[Any] = []  # Opened by `start`.
         self._loop = Loop(name, self._step, self._failed)
         self._on_failure = on_failure
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._expire_at = 0.0
         self._started = False
         self._closing = threading.Event()
@@ -149,7 +149,8 @@ class Server:
           name: what clients call.
           workfn: called with the client's arguments. Its result is the reply; with
             `postfn`, it returns (reply, info).
-          postfn: called with `info` after the reply, in the order of the calls.
+          postfn: called with `info` after the reply, in the order in which the calls
+            were begun.
           workers: threads of its own; 0 shares those of the server.
           schema: {key: (dtype, shape)} of the first argument, checked on arrival.
         """
@@ -181,6 +182,9 @@ class Server:
           RuntimeError: the loop of the server had failed.
         """
         if self._closing.is_set() or not self._started:
+            if not self._closing.is_set():
+                self._poller.close()
+                self._wakeup.close()
             self._closing.set()
             return
         deadline = time.monotonic() + timeout
@@ -288,7 +292,7 @@ class Server:
         self._poller.wait(max(0, due - now))
         self._after_receive()
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         """Records the error that ended the loop, and tells the owner."""
         self._failure = error
         if self._on_failure is not None:
@@ -380,6 +384,15 @@ class Server:
             self._accept(session, message, method)
         except wire.WireError as error:
             self._refuse(session, message.seq, name, error)
+        except Exception as error:
+            self._fail_call(session, message.seq, name, error)
+
+    def _fail_call(
+        self, session: ClientSession, seq: int, name: str, error: Exception
+    ) -> None:
+        """Answers a call that an error of the server itself keeps from running."""
+        self._internal_error()
+        self._outbox.finish(session, seq, self._outbox.exception(seq, name, error))
 
     def _refuse(
         self, session: ClientSession, seq: int, name: str, error: wire.WireError
@@ -415,8 +428,6 @@ class Server:
         now = time.perf_counter()
         job = Job(method, [PendingCall(session, message.seq, now, reply_memory)])
         job.data = message.spec.build(source, start)
-        if method.postfn:
-            job.ticket = self._post.ticket()
         method.pool.put(job, session)
 
     def _memory(
@@ -439,6 +450,10 @@ class Server:
     def _work(self, job: Job) -> None:
         """Runs a function, answers its calls, and hands over its `postfn`."""
         after = info = None
+        # Not earlier: workers may wait for the turn of a ticket, and then its job must
+        # not wait for a worker. Batches have one, since an idle worker waits for them.
+        if job.method.postfn and job.ticket is None:
+            job.ticket = self._post.ticket()
         try:
             after, info = self._answer(job)
         finally:
@@ -461,7 +476,7 @@ class Server:
             for call in job.calls:
                 call.session.forget(call.seq)
             return None, None
-        except Exception as error:
+        except BaseException as error:
             # Whatever a bound function raises is sent to its callers.
             frames = [
                 self._outbox.exception(call.seq, method.name, error)

@@ -283,11 +283,15 @@ class Outbox:
             buffers.copy_into(spec.views(memory), arrays)
         return wire.encode(wire.REPLY, seq, spec, arrays, in_memory=in_memory)
 
-    def exception(self, seq: int, method: str, error: Exception) -> bytes:
+    def exception(self, seq: int, method: str, error: BaseException) -> bytes:
         """Encodes what a function raised."""
         self._counts["errors"] += 1
         text = "".join(traceback.format_exception(error))
-        message = f"'{method}' of server {self._server} failed: {error}"
+        try:
+            shown = str(error)
+        except Exception:
+            shown = "it cannot be shown as text."
+        message = f"'{method}' of server {self._server} failed: {shown}"
         return self.error(seq, "exception", message, type(error).__name__, text)
 
     def error(

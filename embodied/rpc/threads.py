@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import resource
 import select
 import threading
 import time
@@ -32,6 +33,20 @@ def join_all(threads: list[threading.Thread], deadline: float | None) -> bool:
     for thread in started:
         thread.join(deadline and max(0, deadline - time.monotonic()))
     return not any(thread.is_alive() for thread in started)
+
+
+def raise_descriptor_limit() -> None:
+    """Lets this process have more descriptors than the usual 1024.
+
+    A client without descriptors may be ended by libzmq.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (ValueError, OSError):
+            pass  # The system's own limit is lower; the flood test shows the effect.
 
 
 class Wakeup:
@@ -147,7 +162,7 @@ class Loop:
         self,
         name: str,
         step: Callable[[], None],
-        on_failure: Callable[[Exception], None] = lambda error: None,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
     ):
         self._name = name
         self._step = step
@@ -207,10 +222,10 @@ class Loop:
             try:
                 self._step()
                 self._failures = 0
-            except Exception as error:
+            except BaseException as error:  # A method may call `sys.exit`.
                 self._failed(error)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         self._failures += 1
         if self._failures & (self._failures - 1) == 0:  # The 1st, 2nd, 4th, 8th, ...
             log.exception(
@@ -296,7 +311,7 @@ class ThreadPool:
             job, owner = entry
             try:
                 self._run(job)
-            except Exception:
+            except BaseException:
                 # Errors of bound functions are sent to their callers. This one is the
                 # server's own, and the thread is needed for the next job.
                 log.exception(
@@ -319,7 +334,7 @@ class ThreadPool:
 class PostThread:
     """Runs the `postfn` of each job after its replies, in the order of tickets.
 
-    A ticket is drawn when a call comes, or when a batch is given to a thread. A worker
+    A ticket is drawn when a worker begins a call, or is given a batch. A worker
     that is done before its turn does not wait, unless `limit` results are waiting
     already, which slows it down.
     """
@@ -385,7 +400,7 @@ class PostThread:
     def _call(self, function: Callable, argument: Any) -> None:
         try:
             function(argument)
-        except Exception as error:
+        except BaseException as error:
             # The reply is sent and the next calls must go on, so that the error is only
             # reported.
             self._failed(error)

@@ -43,6 +43,8 @@ NO_BLOCK = 0  # Block number that stands for no shared memory.
 NO_CALL = (1 << 64) - 1  # The number of messages that belong to no call.
 ALIGN = 64
 MAX_ARRAYS = 4096
+MAX_VALUES = 1_000_000  # Plain values of a message, whose checks hold up others.
+MAX_EXTRA = 8 * 1024  # Bytes of the numbers of blocks and of other open calls.
 MAX_DEPTH = 16
 MAX_ARRAY_BYTES = 1 << 48
 MAX_CACHED_SPECS = 512
@@ -113,9 +115,13 @@ class Spec:
         self.leaves: list[Leaf] = []
         self.plain = False
         self.nbytes = 0
+        values = 0
         for node in _terminal_nodes(tree, 0):
             if type(node) is not ArrayType:
                 self.plain = True
+                values += 1
+                if values > MAX_VALUES:
+                    raise WireError(f"there are more than {MAX_VALUES} plain values")
                 continue
             nbytes = math.prod(node.shape) * node.dtype.itemsize
             self.leaves.append(Leaf(*node, self.nbytes, nbytes))
@@ -272,8 +278,8 @@ class Codec:
         spec = self._by_bytes.get(encoded) or self.find(encoded)
         request, reply, open_calls = NO_BLOCK, NO_BLOCK, ()
         if extra_size:
-            if extra_size < 16 or extra_size % 8:
-                raise WireError("the places in shared memory are cut off")
+            if not 16 <= extra_size <= MAX_EXTRA or extra_size % 8:
+                raise WireError("the places in shared memory are cut off, or too many")
             numbers = struct.unpack_from(f"<{extra_size // 8}Q", frame, begin)
             request, reply, open_calls = numbers[0], numbers[1], numbers[2:]
         start = (end + ALIGN - 1) & -ALIGN

@@ -9,7 +9,6 @@ descriptor.
 from __future__ import annotations
 
 import errno
-import resource
 import socket as sockets
 import threading
 import time
@@ -22,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from embodied.rpc import auth, buffers
 from embodied.rpc.links import DOWN, REFUSED, UP, Link, OnFrame, frame_limit
-from embodied.rpc.threads import Poller, Wakeup
+from embodied.rpc.threads import Poller, Wakeup, raise_descriptor_limit
 
 HANDSHAKE_MS = 5_000  # A connection that does not identify itself by then is closed.
 LAST_REPLIES, LAST_FRAMES = 0.5, 0.2  # Seconds to send what is left at the end.
@@ -228,7 +227,10 @@ class DealerLink(Link):
         self._known = False  # Whether the keys have ever matched.
         self._failed = 0  # Failed handshakes in a row.
         self._failing_since = 0.0
-        self._context = zmq.Context()
+        try:
+            self._context = zmq.Context()
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, str(error)) from None
         try:
             socket = _client_socket(self._context, addr, identity, keys)
             self._monitor = socket.get_monitor_socket(
@@ -325,7 +327,7 @@ def _server_socket(
     context: zmq.Context, addr: str, keys: auth.Keys | None, max_bytes: int
 ) -> zmq.Socket:
     """Binds a ROUTER socket; without keys it is open to everyone."""
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     socket = context.socket(zmq.ROUTER)
     socket.router_mandatory = True
     socket.router_handover = True
@@ -334,6 +336,11 @@ def _server_socket(
     socket.sndhwm = SEND_QUEUE
     socket.linger = 0
     socket.ipv6 = "[" in addr
+    # Notices clients whose machine is gone, whose connections would stay.
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = 60
+    socket.tcp_keepalive_intvl = 10
+    socket.tcp_keepalive_cnt = 6
     if keys:
         auth.secure_server(socket, keys)
     try:
@@ -351,7 +358,7 @@ def _client_socket(
     socket = context.socket(zmq.DEALER)
     socket.routing_id = identity
     socket.linger = 0
-    socket.ipv6 = "[" in addr
+    socket.ipv6 = auth.needs_ipv6(addr)
     socket.reconnect_ivl = 50
     socket.reconnect_ivl_max = 1_000
     socket.handshake_ivl = HANDSHAKE_MS
@@ -361,14 +368,3 @@ def _client_socket(
     if keys:
         auth.secure_client(socket, keys)
     return socket
-
-
-def _raise_descriptor_limit() -> None:
-    """Lets a server hold more connections than the usual 1024 descriptors."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65_536 if hard == resource.RLIM_INFINITY else hard
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (ValueError, OSError):
-            pass  # The system's own limit is lower; the flood test shows the effect.

@@ -95,7 +95,9 @@ class _Printer(logging.Handler):
         # here, and draws itself again below.
         kind = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
         erase = ERASE_LINE if sys.stdout.isatty() else ""
-        print(f"{erase}{kind}{record.getMessage()}", flush=True)
+        # Nobody may be left to read it, or the disk may be full.
+        with contextlib.suppress(OSError):
+            print(f"{erase}{kind}{record.getMessage()}", flush=True)
         for handler in logging.getLogger().handlers:
             if record.levelno >= handler.level and not _is_on_terminal(handler):
                 handler.handle(record)

@@ -27,6 +27,7 @@ from embodied.run.collecting import Evaluator, MakeEnv, make_driver
 from embodied.run.console import STOPPING, stop_on_signals
 from embodied.run.metrics import Meter
 from embodied.run.saving import load_agent
+from embodied.run.settings import RunSettings
 from embodied.run.training_run import Limit
 from embodied.run.usage import Usage
 from embodied.run.viewer import Window, pick_frame
@@ -125,6 +126,7 @@ def eval_only(
       CheckpointError: `from_checkpoint` is not given, or there is no checkpoint, or
         the results cannot be written.
     """
+    args = RunSettings.from_args(args)
     _check_source(args)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(STOPPING))

@@ -29,6 +29,7 @@ from embodied.checkpoint import (
     PartWriter,
     write_file,
 )
+from embodied.checkpoint.files import locate
 from embodied.driver import EnvError
 from embodied.logger import StepCount
 from embodied.replay import Replay
@@ -139,8 +140,11 @@ class RunCheckpoint:
         files that lie in their folders.
 
         Raises:
-          CheckpointError: there are checkpoints, but none is whole.
+          CheckpointError: there are checkpoints, but none is whole; or the folder of a
+            replay is a symbolic link, below which no file could be removed.
         """
+        for name in self._parts:  # A replay has files in a folder of its name.
+            locate(self._root, name)
         self._checkpoint.clean()
         manifest = self._checkpoint.newest()
         if manifest is None:
@@ -247,7 +251,9 @@ class RunCheckpoint:
                     name,
                 )
                 continue
-            part.load(self._checkpoint.read_part(manifest, name))
+            data = self._checkpoint.read_part(manifest, name)
+            with explain_mismatch(self._root):
+                part.load(data)
             if isinstance(part, Replay):
                 part.clean(listed, self._root)
         logger.info(

@@ -9,6 +9,7 @@ from embodied.base import Agent
 from embodied.clock import LocalClock
 from embodied.replay import Replay
 from embodied.run.collecting import MakeEnv
+from embodied.run.settings import RunSettings
 from embodied.run.trainer import MakeStream
 from embodied.run.training_run import TRAIN_REPLAY, TrainResult, open_run
 
@@ -37,6 +38,7 @@ def train(
     Returns:
       The figures of this call.
     """
+    args = RunSettings.from_args(args)
     should_log = LocalClock(args.log_every)
     should_report = LocalClock(args.report_every)
     should_save = LocalClock(args.save_every)

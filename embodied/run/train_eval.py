@@ -9,6 +9,7 @@ from embodied.base import Agent
 from embodied.clock import LocalClock
 from embodied.replay import Replay
 from embodied.run.collecting import Evaluator, MakeEnv, make_driver
+from embodied.run.settings import RunSettings
 from embodied.run.trainer import MakeStream
 from embodied.run.training_run import EVAL_REPLAY, TRAIN_REPLAY, TrainResult, open_run
 
@@ -42,6 +43,7 @@ def train_eval(
     Returns:
       The figures of this call.
     """
+    args = RunSettings.from_args(args)
     should_log = LocalClock(args.log_every)
     should_report = LocalClock(args.report_every)
     should_save = LocalClock(args.save_every)

@@ -20,7 +20,7 @@ from embodied.run.collecting import Collector, Evaluator, MakeEnv
 from embodied.run.console import SAVING, show_messages, stop_on_signals
 from embodied.run.live import LIVE_SCORES, LiveFile, Rate, record_run
 from embodied.run.metrics import Meter
-from embodied.run.saving import RunCheckpoint, explain_mismatch, write_config
+from embodied.run.saving import RunCheckpoint, write_config
 from embodied.run.settings import RunSettings
 from embodied.run.trainer import MakeStream, Trainer
 from embodied.run.usage import Usage
@@ -270,8 +270,7 @@ def open_run(
         checkpoint = RunCheckpoint(
             settings, logger.step, agent, {**replays, LIMITER: limiter}
         )
-        with explain_mismatch(settings.logdir):
-            checkpoint.restore()
+        checkpoint.restore()
         rewind(logger)
         limiter.available(len(replay), replay.full)
         # Without a timeout: a pause, as for a report, must not abandon episodes.

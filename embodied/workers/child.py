@@ -7,6 +7,7 @@ needs.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import fcntl
 import json
@@ -118,11 +119,13 @@ def _receive(lifeline: int, report: int) -> tuple[Any, tuple[Any, ...]]:
 def _end_with_parent(lifeline: int) -> None:
     if hasattr(fcntl, "F_SETSIG"):
         # Linux itself kills the group when the parent's end of the pipe closes, even if
-        # native code that holds the GIL hangs and blocks the thread below.
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
+        # native code that holds the GIL hangs and blocks the thread below; unless a
+        # sandbox refuses it.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
+            fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+            flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+            fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
     threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
 
 

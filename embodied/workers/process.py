@@ -123,6 +123,11 @@ class Process(Worker):
         self.kill()
 
     def _spawn(self, inherited: int, report: int) -> subprocess.Popen:
+        # If it is ignored, as a parent may have left it, the exit code of a child that
+        # crashes is lost. Suppressed: only the main thread can change it.
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # Run by path, not as a module: the child runs this version of the script,
         # wherever this process found it and whatever is in the working directory, and
         # does not import the packages around it. With -P, nothing is imported from the

@@ -266,6 +266,7 @@ class Supervisor:
     def _start(self, slot: _Slot) -> None:
         if slot.progress is not None:
             slot.progress.reset()
+        slot.started = time.monotonic()
         worker = slot.make_worker()
         with self._lock:
             # Under the lock, so that `stop` either sees the worker or prevents its

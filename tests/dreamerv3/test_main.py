@@ -325,3 +325,23 @@ class TestRollout:
         assert f"Written to {tmp_path}" in shown
         written = read_lines(tmp_path / "metrics.jsonl")
         assert f"{written[-1]['step']} steps in" in shown
+
+
+def test_a_failed_program_does_not_wait_for_threads_that_cannot_end():
+    """A thread that compiles would abort the interpreter while that ends."""
+    program = """
+import atexit, threading
+from dreamerv3 import main
+
+def fail(argv):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    print("failed")
+    return 1
+
+atexit.register(print, "the interpreter ends")
+main._main = fail
+main.main()
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "failed\n"), done.stderr

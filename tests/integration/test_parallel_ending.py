@@ -303,3 +303,25 @@ def test_a_role_that_somebody_ends_comes_back(tmp_path, role):
         assert program.running, program.output()
         program.interrupt()
         assert program.wait() == 0, program.output()
+
+
+def test_a_run_that_has_made_its_steps_is_not_continued(tmp_path):
+    shown = []
+    for _ in range(2):
+        with Program(*small(tmp_path, *LEAN, steps=100)) as program:
+            assert program.wait() == 0, program.output()
+            shown.append((Saved(tmp_path).tag, Saved(tmp_path).step))
+            again = program.output()
+    assert "made its 100 steps already" in again
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.slow
+def test_a_restarted_agent_has_what_is_left_of_the_duration(tmp_path):
+    begin = time.monotonic()
+    argv = [*LEAN, "--run.agent_process", "True", "--run.duration", "15"]
+    with Program(*small(tmp_path, *argv, steps=10**9)) as program:
+        time.sleep(max(0, 12 - (time.monotonic() - begin)))
+        program.roles()["agent"].kill()
+        assert program.wait() == 0, program.output()
+    assert time.monotonic() - begin < 15 + 10

@@ -8,6 +8,7 @@ import pytest
 from toy_testing import ALGORITHM, UNITS, kernel, make_agent, make_batch, train
 
 from embodied.jax.agent import AgentOptions, JaxAgent
+from embodied.jax.compiling import compile_ahead
 from embodied.jax.devices import Layout
 from embodied.jax.train_runner import BATCH_FILE, NonfiniteError
 
@@ -164,3 +165,20 @@ def test_rows_that_the_devices_cannot_divide_are_an_error(monkeypatch):
     monkeypatch.setattr(Layout, "parts", property(lambda self: 3))
     with pytest.raises(ValueError, match="batch_size: expected a multiple of the 3"):
         JaxAgent(ALGORITHM, AgentOptions()).init_train(8)
+
+
+def test_an_agent_tells_that_it_compiles():
+    agent, told = make_agent(), []
+
+    def function(x):
+        told.append(agent.compiling)
+        return x
+
+    def fail(x):
+        raise ValueError("it cannot be traced")
+
+    compile_ahead(function, (1.0,), name="a function")
+    assert told == [True] and not agent.compiling
+    with pytest.raises(ValueError, match="cannot be traced"):
+        compile_ahead(fail, (1.0,), name="a function")
+    assert not agent.compiling

@@ -303,6 +303,7 @@ class TestBadSteps:
             ({"capacity": 0}, "capacity >= 1"),
             ({"capacity": "x"}, "capacity >= 1 as a number, or None, got 'x'"),
             ({"capacity": float("nan")}, "capacity >= 1"),
+            ({"capacity": float("inf")}, "capacity >= 1"),
             ({"chunksize": 1.5}, "chunksize >= 1, got 1.5"),
             ({"chunksize": 0}, "chunksize >= 1"),
             ({"context": -1}, "context from 0 to the length of sequences, 4"),

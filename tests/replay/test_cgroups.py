@@ -85,3 +85,15 @@ def test_both_versions_together(system):
     system.group_v1("job", 3000, 800)
     system.group("job", "max", 1)
     assert system.left("4:memory,hugetlb:/job", "0::/job") == 2200
+
+
+def test_files_in_memory_are_not_in_use(system):
+    system.group("job", 1000, 900)
+    (system.root / "job/memory.stat").write_text("anon 300\ninactive_file 500\n")
+    assert system.left("0::/job") == 600
+    (system.root / "job/memory.stat").write_text("nonsense\n")
+    assert system.left("0::/job") == 100
+    system.group_v1("job", 1000, 900)
+    lines = "inactive_file 10\ntotal_inactive_file 50\n"
+    (system.root / "memory/job/memory.stat").write_text(lines)
+    assert system.left("5:memory:/job") == 150

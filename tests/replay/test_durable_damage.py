@@ -308,3 +308,50 @@ class TestFullDisk:
         assert listed <= names(tmp_path)
         first_save = {name for name in names(tmp_path) if "-00000001." in name}
         assert names(tmp_path) == listed | first_save
+
+    def test_files_of_evicted_steps_make_room_before_the_next_save(
+        self, make, tmp_path, monkeypatch
+    ):
+        replay = make(length=1, capacity=16, context=1, selector=selectors.Fifo())
+        fill(replay, [0], range(8))
+        replay.save()
+        write, begun = replay._folder.write, []
+
+        def fail(*args):
+            begun.append(set(names(tmp_path)))
+            if len(begun) % 4 == 0:
+                raise CheckpointError("the disk is full")
+            return write(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(replay._folder, "write", fail)
+            fill(replay, [0], range(8, 20))
+            with pytest.raises(CheckpointError, match="full"):
+                replay.save()
+            left = names(tmp_path)
+            fill(replay, [0], range(20, 100))  # Nothing of before is in it any more.
+            begun.clear()
+            with pytest.raises(CheckpointError, match="full"):
+                replay.save()
+        saved = {name for name in left if "-00000001." in name}
+        assert len(left) > len(saved) and begun[0] == saved
+
+    def test_any_failure_of_one_file_keeps_account_of_the_others(
+        self, make, tmp_path, monkeypatch
+    ):
+        replay = make(length=1, capacity=64, context=1, selector=selectors.Fifo())
+        fill(replay, [0], range(40))
+        write, calls = replay._folder.write, []
+
+        def fail(*args):
+            calls.append(args)
+            if len(calls) == 3:
+                raise MemoryError("no memory to compress")
+            return write(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(replay._folder, "write", fail)
+            with pytest.raises(MemoryError):
+                replay.save()
+        listed = {x.path for x in write_save(replay).records(tmp_path / "replay")}
+        assert names(tmp_path) == listed

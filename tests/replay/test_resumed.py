@@ -113,3 +113,14 @@ def test_too_many_workers_are_a_lack_of_memory(make):
     replay = make(capacity=100, bytes=1e5)
     with pytest.raises(ReplayMemoryError, match="each of 1000 workers needs"):
         fill(replay, range(1000), [0])
+
+
+def test_a_replay_with_more_room_than_before_is_not_full(make):
+    replay = make(capacity=20)
+    fill(replay, [0], range(60))
+    assert replay.full
+    loaded = make(capacity=1000)
+    loaded.load(replay.save())
+    assert len(loaded) == 20 and not loaded.full
+    fill(loaded, [0], range(60, 80))
+    assert not loaded.full

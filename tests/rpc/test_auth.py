@@ -58,6 +58,19 @@ def test_a_file_that_holds_no_keys_is_refused(tmp_path, content):
     path.chmod(0o600)
     with pytest.raises(AuthError, match="not a valid key file"):
         Keys.load(path)
+    path.write_bytes(b"\xff\xfe" + content.encode())
+    with pytest.raises(AuthError, match="not a valid key file"):
+        Keys.load(path)
+
+
+def test_a_key_of_impossible_characters_is_refused(tmp_path):
+    path = tmp_path / "keys.json"
+    Keys.generate().save(path)
+    data = json.loads(path.read_text())
+    data["client_secret"] = "#" * 40
+    path.write_text(json.dumps(data))
+    with pytest.raises(AuthError, match="not a valid key file"):
+        Keys.load(path)
 
 
 def test_a_file_with_a_short_key_is_refused(tmp_path):

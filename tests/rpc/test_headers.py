@@ -296,3 +296,16 @@ class TestSchema:
         for args in [(), (self.obs(), 1), ([1],), (np.zeros(3),), (None,)]:
             with pytest.raises(WireError, match="expected one argument, a dict"):
                 self.check(*args)
+
+
+def test_plain_values_are_limited(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_VALUES", 100)
+    assert decode_tree(encode([None] * 100)) == [None] * 100
+    with pytest.raises(WireError, match="more than 100 plain values"):
+        Codec().decode(frame_with(["method", [None] * 101]))
+
+
+def test_numbers_of_open_calls_are_limited():
+    Codec().decode(frame_with(["method"], bytes(wire.MAX_EXTRA)))
+    with pytest.raises(WireError, match="too many"):
+        Codec().decode(frame_with(["method"], bytes(wire.MAX_EXTRA + 8)))

@@ -1,5 +1,6 @@
 """Messages are printed once, whatever libraries do to the root logger."""
 
+import contextlib
 import io
 import logging
 import subprocess
@@ -73,3 +74,14 @@ def test_the_logging_of_dm_control_does_not_repeat_messages():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
     )
     assert (done.stdout, done.stderr) == ("WARNING: once\n", "")
+
+
+def test_a_message_that_cannot_be_printed_ends_nothing(root_handler, monkeypatch):
+    other = root_handler(logging.StreamHandler(io.StringIO()))
+    with open("/dev/full", "w") as full, show_messages():
+        monkeypatch.setattr(sys, "stdout", full)
+        LOG.warning("one")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):  # What it could not write before.
+            full.close()
+    assert other.stream.getvalue() == "one\n"

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 
+import elements
 import numpy as np
 import pytest
 from run_testing import (
@@ -19,6 +20,8 @@ from run_testing import (
 )
 
 from embodied.checkpoint import Checkpoint, CheckpointError, reading
+from embodied.run.parallel import conductor
+from embodied.run.parallel.conductor import RoleCheckpoint
 from embodied.run.saving import RunCheckpoint, read_agent
 
 
@@ -366,3 +369,25 @@ def test_parts_are_saved_under_one_step(tmp_path):
     counter.value = 0
     RunCheckpoint(args, counter, agent, {"replay": replay}).restore()
     assert counter.value == 5
+
+
+def test_a_linked_folder_of_a_replay_is_refused(tmp_path):
+    args = make_args(tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/replay").symlink_to(tmp_path / "elsewhere")
+    counter, agent = elements.Counter(), NotingAgent()
+    checkpoint = RunCheckpoint(args, counter, agent, {"replay": make_replay(args)})
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        checkpoint.restore()
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        RoleCheckpoint(args).load(["replay"])
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def flock(fd, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(conductor.fcntl, "flock", flock)
+    with pytest.raises(CheckpointError, match="has no locks"):
+        RoleCheckpoint(make_args(tmp_path)).load(["replay"])

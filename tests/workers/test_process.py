@@ -251,6 +251,22 @@ class TestErrors:
         else:
             assert process.error is None
 
+    def test_a_crash_is_one_where_ends_of_children_were_ignored(self):
+        def crash():
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            process = Process(crash, start=True)
+            process.join(WAIT)
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+        assert process.exitcode == -signal.SIGKILL
+        assert process.error is not None
+
     def test_a_thread_that_goes_on_does_not_keep_a_failed_process(self):
         def fail():
             import threading

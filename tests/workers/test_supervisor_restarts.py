@@ -172,6 +172,26 @@ class TestRestarts:
             supervisor.run()
         assert next(count) == 3
 
+    def test_the_delay_also_grows_if_workers_cannot_be_made(self):
+        times = []
+
+        def work():
+            time.sleep(0.6)
+
+        def make_once():
+            times.append(time.monotonic())
+            if len(times) > 1:
+                raise OSError("no memory for it")
+            return Process(work)
+
+        supervisor = Supervisor()
+        policy = RestartPolicy(3, backoff=0.1, steady=0.5, restart_on_success=True)
+        supervisor.add("w", "env", make_once, policy)
+        with pytest.raises(RunFailed, match="no memory for it"), supervisor:
+            supervisor.run()
+        pauses = [b - a for a, b in itertools.pairwise(times)][1:]
+        assert pauses[0] >= 0.2 and pauses[1] >= 0.4
+
     def test_a_failure_is_told_before_the_others_are_stopped(self):
         def look(error):
             seen.append((error.role, status_of(supervisor, "logger").state))

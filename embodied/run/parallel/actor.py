@@ -17,6 +17,7 @@ import numpy as np
 
 from embodied.base import Agent, Array
 from embodied.envs.keys import SIGNALS
+from embodied.episodes import is_image
 from embodied.replay import ReplayMemoryError
 from embodied.rpc import Disconnected, RemoteError, Unanswered
 from embodied.run.parallel import wiring
@@ -263,7 +264,7 @@ class Actor:
         images = {
             key: np.asarray(value)[rows[-1:]]
             for key, value in transitions.stored.items()
-            if value.dtype == np.uint8 and value.ndim == 4
+            if is_image(value, ndim=4)
         }
         if not images:
             return {}

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,7 @@ def _run_replica(
             on_failure=lambda error: report_failure(error.reason),
         )
         with supervisor:
-            add_agent(supervisor, make_agent, settings, stop, done)
+            add_agent(supervisor, make_agent, settings, stop, done, Progress())
             supervisor.run(until=done)
 
 
@@ -127,6 +128,7 @@ def add_agent(
     settings: RunSettings,
     stop: threading.Event,
     done: threading.Event,
+    progress: Progress,
 ) -> None:
     """Adds the agent to a supervisor; the run is over when it ends without an error.
 
@@ -136,8 +138,9 @@ def add_agent(
       settings: of the run.
       stop: when set, ends the run with a save.
       done: set at the end of the run.
+      progress: of the agent.
     """
-    progress = Progress()
+    started = time.monotonic()
     current: list[Process] = []
     factory = make_agent if isinstance(make_agent, bytes) else None
 
@@ -148,9 +151,14 @@ def add_agent(
             done.set()
 
     def make_process() -> Process:
+        # A restarted agent has what is left of the duration.
+        left = max(1.0, settings.duration - (time.monotonic() - started))
+        duration = left if settings.duration else 0.0
         process = Process(
             _agent_process,
-            *(factory or cloudpickle.dumps(make_agent), settings, progress),
+            factory or cloudpickle.dumps(make_agent),
+            dataclasses.replace(settings, duration=duration),
+            progress,
             name="agent",
             fds=[progress.fd],
             shielded=True,

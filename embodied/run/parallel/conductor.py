@@ -31,6 +31,7 @@ from embodied.checkpoint import (
     Manifest,
     PartWriter,
 )
+from embodied.checkpoint.files import locate
 from embodied.rpc import Disconnected
 from embodied.run.live import SAVE
 from embodied.run.parallel.replicas import Replicas
@@ -95,8 +96,8 @@ class Conductor:
         self._parts: dict[str, Any] = {}  # Futures of the roles for the last save.
         self._abandoned = threading.Event()
 
-    def restore(self) -> bool:
-        """Continues the run in the logdir; returns whether there is one.
+    def restore(self) -> int | None:
+        """Continues the run in the logdir; returns its step, None if there is none.
 
         A new run takes the agent from `settings.from_checkpoint`, if given.
         """
@@ -118,14 +119,14 @@ class Conductor:
                     settings.from_checkpoint,
                     settings.from_checkpoint_regex,
                 )
-            return False
+            return None
         data = self._checkpoint.read_part(manifest, AGENT)
         with explain_mismatch(settings.logdir):
             self._agent.load(data)
         self._take_back_updates(manifest)
-        step = manifest.meta.get("step", 0)
+        step = int(manifest.meta.get("step", 0))
         logger.info("Continuing at step %s, from checkpoint %s.", step, manifest.tag)
-        return True
+        return step
 
     def save(self, trained: int) -> None:
         """Starts a save of the current state, once the previous one is written.
@@ -340,6 +341,7 @@ class RoleCheckpoint:
         self._starts.add()
         names = list(names)
         for name in names:  # A replay has files in a folder of its name, too.
+            self.folder(name)
             for folder in (f"{FOLDER}/{name}", name):
                 self._checkpoint.remove_temporary(folder + self._suffix)
         manifest = self._checkpoint.newest(shared=True)
@@ -360,8 +362,12 @@ class RoleCheckpoint:
         return not self._checkpoint.exists()
 
     def folder(self, name: str) -> Path:
-        """Returns the folder of a replay."""
-        return self.root / (name + self._suffix)
+        """Returns the folder of a replay.
+
+        Raises:
+          CheckpointError: it is a symbolic link, whose files could not be removed.
+        """
+        return locate(self.root, name + self._suffix)
 
     def listed(self) -> set[str] | None:
         """Returns the paths of all files that a checkpoint lists; None if not known.
@@ -426,10 +432,21 @@ class StartCounter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            _lock(fd, self._path)
             yield fd, int.from_bytes(os.pread(fd, _COUNT_BYTES, 0), "little")
         finally:
             os.close(fd)
+
+
+def _lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        raise CheckpointError(
+            f"Roles lock {path} to agree on checkpoints, but the file system has no "
+            f"locks ({error.strerror}). Choose a logdir in another one, or mount this "
+            "one with locks (for Lustre: -o flock)."
+        ) from error
 
 
 def part_suffix(settings: RunSettings) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import cloudpickle
 
 from embodied.checkpoint import write_file
+from embodied.rpc.threads import raise_descriptor_limit
 from embodied.run.console import SAVING, show_messages, stop_on_signals
 from embodied.run.live import RESTART, record_run
 from embodied.run.parallel import agent, env, replay, wiring
@@ -23,6 +24,7 @@ from embodied.run.parallel.stopping import StopDeadline, StopTimeout
 from embodied.run.settings import RunSettings
 from embodied.workers import (
     Process,
+    Progress,
     RestartPolicy,
     RunFailed,
     Supervisor,
@@ -71,7 +73,10 @@ def combined(
     dumps = cloudpickle.dumps
 
     def add_roles(
-        supervisor: Supervisor, stop: threading.Event, done: threading.Event
+        supervisor: Supervisor,
+        stop: threading.Event,
+        done: threading.Event,
+        progress: Progress,
     ) -> None:
         _add_process(
             supervisor,
@@ -89,7 +94,7 @@ def combined(
                 replay.parallel_replay,
                 [*map(dumps, factories), settings],
             )
-        agent.add_agent(supervisor, make_agent, settings, stop, done)
+        agent.add_agent(supervisor, make_agent, settings, stop, done, progress)
         workers = 0
         if not settings.remote_envs:
             makers = (dumps(make_env_train), dumps(make_env_eval))
@@ -105,12 +110,12 @@ def combined(
 
 
 def _run_roles(
-    add_roles: Callable[[Supervisor, threading.Event, threading.Event], None],
+    add_roles: Callable[[Supervisor, threading.Event, threading.Event, Progress], None],
     settings: RunSettings,
     stop: threading.Event,
 ) -> None:
     """Supervises the roles that a function adds, until the agent ends the run."""
-    done = threading.Event()
+    done, progress = threading.Event(), Progress()  # Of the agent.
     with watch_replicas(settings, on_lost=done.set) as report_failure:
 
         def on_failure(error: RunFailed) -> None:
@@ -124,9 +129,9 @@ def _run_roles(
             on_failure=on_failure,
         )
         with supervisor:
-            add_roles(supervisor, stop, done)
+            add_roles(supervisor, stop, done, progress)
             try:
-                with _bounded_stop(settings, stop, done):
+                with _bounded_stop(settings, stop, done, progress):
                     with report_env_usage(supervisor, settings):
                         supervisor.run(until=done)
             except RunFailed as error:
@@ -136,6 +141,7 @@ def _run_roles(
 
 def prepare(settings: RunSettings) -> RunSettings:
     """Returns the settings with addresses filled in, checked; makes the logdir."""
+    raise_descriptor_limit()  # Every worker of an environment takes a few.
     if settings.actor_batch > settings.envs:
         raise wiring.RoleError(
             f"run.actor_batch: expected at most run.envs ({settings.envs}), got "
@@ -198,7 +204,10 @@ def _before_restart(
 
 @contextlib.contextmanager
 def _bounded_stop(
-    settings: RunSettings, stop: threading.Event, done: threading.Event
+    settings: RunSettings,
+    stop: threading.Event,
+    done: threading.Event,
+    progress: Progress,
 ) -> Iterator[None]:
     """Sets `done` if a stop makes no progress and the agent does not end by itself.
 
@@ -211,7 +220,10 @@ def _bounded_stop(
         late.set()
         done.set()
 
-    with StopDeadline(stop, settings.logdir, seconds, give_up):
+    def stepped() -> float:
+        return progress.stepped
+
+    with StopDeadline(stop, settings.logdir, seconds, give_up, stepped):
         yield
     if late.is_set():
         raise StopTimeout.after(seconds, settings.logdir, "the agent")

@@ -116,12 +116,11 @@ class Learner:
         now, (since, before) = time.monotonic(), self._counted
         self._counted = (now, self.updates)
         rate = (self.updates - before) / max(1e-9, now - since)
+        batch = self._settings.batch_size * self._settings.batch_length
         self._send(
             {
                 **dict(wiring.prefixed("train", self._means.result())),
-                "fps/train": rate
-                * self._settings.batch_size
-                * self._settings.batch_length,
+                **({"fps/train": rate * batch} if rate else {}),
                 UPDATES: self.updates,
                 "parallel/updates_per_second": rate,
                 "timer/learner/wait": self._waiting.share(),
@@ -214,13 +213,21 @@ def run_learner(
         rendezvous.on_failure(
             lambda: conductor.abandon() if rendezvous.abandoned else None
         )
-        watch = _watch_stop(stop, settings, rendezvous, conductor)
+        watch = _watch_stop(
+            stop, settings, rendezvous, conductor, _compilation(agent, progress)
+        )
         stack.enter_context(watch)
-        if not conductor.restore() and not over:
+        steps = math.ceil(settings.steps / replicas.count)
+        step = conductor.restore()
+        if step is None and not over:
             conductor.save(trained=0)
             conductor.wait()
+        # Replicas may be at different steps, and only end together.
+        if step is not None and step >= steps and replicas.alone:
+            logger.info("The run has made its %d steps already.", steps)
+            rendezvous.call_off()
+            return
         rendezvous.meet()
-        steps = math.ceil(settings.steps / replicas.count)
         over.when(lambda: ended.wait_step(steps))
         stream = RemoteStream(samples, "train", AHEAD)
         over.opened(stream)
@@ -256,6 +263,7 @@ def _watch_stop(
     settings: RunSettings,
     rendezvous: Rendezvous,
     conductor: Conductor,
+    progress: Callable[[], float],
 ) -> StopDeadline:
     """Makes the agent fail if its last save makes no progress."""
     seconds, logdir = settings.stop_timeout, settings.logdir
@@ -263,7 +271,23 @@ def _watch_stop(
     def give_up() -> None:
         rendezvous.abandon(StopTimeout.after(seconds, logdir, conductor.awaited))
 
-    return StopDeadline(stop, logdir, seconds, give_up)
+    return StopDeadline(stop, logdir, seconds, give_up, progress)
+
+
+def _compilation(agent: Agent, progress: Callable[[], None]) -> Callable[[], float]:
+    """Returns a function whose result changes while the agent compiles.
+
+    Compiling takes minutes and cannot be interrupted. The launcher is told by
+    `progress`, since it sees no compilation of another process.
+    """
+
+    def changing() -> float:
+        if not getattr(agent, "compiling", False):
+            return 0.0
+        progress()
+        return time.monotonic()
+
+    return changing
 
 
 def _connect(replay: Any, log: Any, replicas: Replicas, stop: threading.Event) -> bool:

@@ -144,12 +144,18 @@ class LoggerRole:
             self._logger.step.increment(steps)
             self._steps += steps
             self._counted_steps += steps
-            for episode in self._episodes.add_batch(batch, envids, is_eval, images):
+            self._counted.notify_all()
+            try:
+                episodes = self._episodes.add_batch(batch, envids, is_eval, images)
+            except Exception:
+                # So that no episode is reported of which steps are missing.
+                self._episodes.abandon(envids)
+                raise
+            for episode in episodes:
                 self._logger.add(episode)
                 if SCORE in episode:
                     self._finished += 1
                     self._scores.append((self._logged_step(), episode[SCORE]))
-            self._counted.notify_all()
             self._write_if_due()
             return int(self._logger.step)
 

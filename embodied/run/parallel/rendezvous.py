@@ -93,7 +93,9 @@ class Rendezvous:
         if self._shared.called_off:
             return False
         raise TimeoutError(
-            f"The {self._name} waited {timeout} s for the {self._other}."
+            f"The {self._other} did not wait for the {self._name}."
+            if timeout is None
+            else f"The {self._name} waited {timeout} s for the {self._other}."
         )
 
     def wait(self) -> None:

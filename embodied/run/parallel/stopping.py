@@ -40,14 +40,16 @@ class StopTimeout(CheckpointError):
 class StopDeadline:
     """Calls a function if a stop has begun and makes no progress for some time.
 
-    Progress is whatever any role writes to checkpoints and replays, and every call of
-    `step`. A thread of its own watches from `stop` to the end of the block.
+    Progress is whatever any role writes to checkpoints and replays, every call of
+    `step`, and any change of `progress`. A thread of its own watches from `stop` to the
+    end of the block.
 
     Args:
       stop: set when the stop begins.
       logdir: of the run.
       seconds: without progress, after which the stop has failed.
       give_up: called then, once.
+      progress: returns another number whenever there was progress that no file shows.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class StopDeadline:
         logdir: str | Path,
         seconds: float,
         give_up: Callable[[], None],
+        progress: Callable[[], float] = lambda: 0.0,
     ):
         self._stop = stop
         self._folders = [Path(logdir, x) for x in (FOLDER, TRAIN_REPLAY, EVAL_REPLAY)]
         self._seconds = seconds
         self._give_up = give_up
+        self._other = progress
         self._steps = 0
         self._left = threading.Event()
 
@@ -88,10 +92,10 @@ class StopDeadline:
                 self._give_up()
                 return
 
-    def _progress(self) -> tuple[int, int, int]:
+    def _progress(self) -> tuple[float, ...]:
         """Returns counters that change with any progress."""
         sizes = [size for folder in self._folders for size in _file_sizes(folder)]
-        return self._steps, len(sizes), sum(sizes)
+        return self._steps, self._other(), len(sizes), sum(sizes)
 
 
 def _file_sizes(folder: Path) -> list[int]:

@@ -315,7 +315,12 @@ class TestPublish:
 def test_images_are_found_by_dtype_and_shape():
     setting = Setting()
     _, message = setting.actor.act(
-        observations([0], flat=np.zeros((1, 3), np.uint8), depth=np.zeros((1, 2, 2, 1)))
+        observations(
+            [0],
+            flat=np.zeros((1, 3), np.uint8),
+            depth=np.zeros((1, 2, 2, 1)),
+            stack=np.zeros((1, 2, 2, 4), np.uint8),
+        )
     )
     setting.actor.publish(message)
     assert set(setting.logged()["images"]) == {"image"}

@@ -6,7 +6,7 @@ import pytest
 from role_testing import Background, CountingAgent, FakeClient, make_args, wait_until
 
 from embodied.rpc import Disconnected
-from embodied.run.parallel.learner import Learner, RemoteStream, _RunEnd
+from embodied.run.parallel.learner import Learner, RemoteStream, _compilation, _RunEnd
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import Replicas
 
@@ -236,3 +236,15 @@ class TestOver:
         client.call = closed
         client.open[0].set_error(Disconnected("the client is closed"))
         assert over
+
+
+def test_compiling_changes_and_is_told_to_the_launcher():
+    class Agent:
+        compiling = False
+
+    agent, told = Agent(), []
+    progress = _compilation(agent, lambda: told.append(1))
+    assert progress() == progress() and not told
+    agent.compiling = True
+    assert progress() != progress() and len(told) == 2
+    assert _compilation(object(), lambda: told.append(1))() == 0, "of other agents"

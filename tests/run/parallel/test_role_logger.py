@@ -117,6 +117,22 @@ class TestEpisodes:
         (video,) = notes.values("epstats/policy_image")
         assert video.shape == (3, 4, 4, 3) and (video == 9).all()
 
+    def test_an_episode_of_which_steps_are_missing_is_not_reported(self):
+        role, notes = make_role()
+        role.tran(batch([0, 1], first=True))
+        images = {"image": np.zeros((1, 4, 4, 4), np.uint8)}  # Of four channels.
+        film = {"images": images, "image_envid": np.array([1], np.int32)}
+        with Background(role.wait_step, 4) as waiter:
+            with pytest.raises(ValueError, match="1 or 3 channels"):
+                role.tran(batch([0, 1], **film))
+        assert waiter.error is None, "the steps were counted"
+        role.tran(batch([0, 1], last=True))
+        assert notes.values("episode/score") == []
+        self.play(role, [0], False, 1.0)
+        assert notes.values("episode/score") == [2.0]
+        role.close()
+        assert notes.values("parallel/ep_abandoned") == [2]
+
 
 class TestWriting:
     def test_metrics_are_added_and_written_when_it_is_time(self):

@@ -1,5 +1,6 @@
 """The deadline of a stop, without roles."""
 
+import itertools
 import threading
 
 from role_testing import WAIT
@@ -24,3 +25,10 @@ def test_it_gives_up_when_nothing_is_written_after_the_stop(tmp_path):
         assert not gave_up.wait(0.3)
         stop.set()
         assert gave_up.wait(WAIT)
+
+
+def test_a_change_that_no_file_shows_is_progress(tmp_path):
+    stop, gave_up, steps = threading.Event(), threading.Event(), itertools.count()
+    stop.set()
+    with StopDeadline(stop, tmp_path, 0.05, gave_up.set, lambda: next(steps)):
+        assert not gave_up.wait(0.3)
