@@ -224,13 +224,14 @@ class TwoHot:
     def pred(self) -> Array:
         """Mean, exactly zero where all logits are equal.
 
-        Products of mirrored bins are added first, so that they cancel.
+        The middle bin is zero. Probabilities of mirrored bins are subtracted before they
+        are multiplied: compilers may round one of two products, but not both.
         """
         logits = f32(self.logits)
-        weighted = jax.nn.softmax(logits) * self._bins(logits)
+        probs, bins = jax.nn.softmax(logits), self._bins(logits)
         middle = logits.shape[-1] // 2
-        below, above = weighted[..., :middle][..., ::-1], weighted[..., middle + 1 :]
-        return weighted[..., middle] + (below + above).sum(-1)
+        below, above = probs[..., :middle][..., ::-1], probs[..., middle + 1 :]
+        return ((above - below) * bins[middle + 1 :]).sum(-1)
 
     def loss(self, target: Array) -> Array:
         """Cross-entropy to the two bins around a raw value [...]."""
