@@ -224,8 +224,8 @@ class TwoHot:
     def pred(self) -> Array:
         """Mean, exactly zero where all logits are equal.
 
-        The middle bin is zero. Probabilities of mirrored bins are subtracted before they
-        are multiplied: compilers may round one of two products, but not both.
+        The middle bin is zero. Probabilities of mirrored bins are subtracted before
+        they are multiplied: compilers may round one of two products, but not both.
         """
         logits = f32(self.logits)
         probs, bins = jax.nn.softmax(logits), self._bins(logits)
