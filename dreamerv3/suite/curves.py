@@ -86,11 +86,17 @@ class Band:
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Returns the mean of each value and up to `window - 1` before it, [N] float64."""
-    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    """Returns the mean of each value and up to `window - 1` before it, [N] float64.
+
+    Values that are not finite do not count; a mean of none is NaN.
+    """
+    there = np.isfinite(values)
+    counts = np.concatenate([[0], np.cumsum(there)])
+    sums = np.concatenate([[0.0], np.cumsum(np.where(there, values, 0.0))])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    with np.errstate(invalid="ignore"):
+        return (sums[ends] - sums[starts]) / (counts[ends] - counts[starts])
 
 
 def bin_means(

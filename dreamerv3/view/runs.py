@@ -30,14 +30,13 @@ from dreamerv3.cli.config import (
     read_blocks,
     read_config,
 )
-from dreamerv3.suite.curves import Curve, model_size
+from dreamerv3.cli.logdir import LOCK
+from dreamerv3.suite.curves import METRICS, SCORE, SCORES, Curve, model_size
 from dreamerv3.suite.presets import find_published
 from dreamerv3.view.series import LINE, MetricFile, parse_lines, sample_file
 from dreamerv3.view.videos import Videos
 from embodied.run.live import END, EVENTS, FAILED, LIVE, START, STEP
 
-SCORE = "episode/score"
-SCORES, METRICS = "scores.jsonl", "metrics.jsonl"
 RUN_FILES = (FILENAME, METRICS, SCORES, LIVE)  # One of them makes a folder a run.
 DEPTH = 5  # Folders below those given in which runs are looked for.
 MOST_RUNS = 2000
@@ -51,7 +50,6 @@ CURVE_POINTS = 60
 EVENT_BYTES = 1 << 22  # Of events.jsonl, from its end.
 LIVE_BYTES = 1 << 22
 SHOWN_EVENTS = 1000
-LOCK = ".lock"
 # Kept in the cache for the list of runs.
 SUMMARY_CACHE_KEYS = {"live", "marks", "head", "summary"}
 # Keys in which runs of one setting may differ.

@@ -255,18 +255,3 @@ def thin(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndar
     ends = np.append(starts[1:], len(x)) - 1
     kept = np.unique(np.concatenate([order[starts], order[ends]]))
     return x[kept], y[kept]
-
-
-def smooth(y: np.ndarray, window: int) -> np.ndarray:
-    """Returns the mean of each value and up to `window - 1` before it, [N]."""
-    if window <= 1 or not len(y):
-        return y
-    filled = np.where(np.isfinite(y), y, 0.0)
-    there = np.cumsum(np.concatenate([[0], np.isfinite(y)]))
-    sums = np.cumsum(np.concatenate([[0.0], filled]))
-    ends = np.arange(1, len(y) + 1)
-    starts = np.maximum(ends - window, 0)
-    counts = there[ends] - there[starts]
-    return np.where(
-        counts > 0, (sums[ends] - sums[starts]) / np.maximum(1, counts), np.nan
-    )

@@ -32,9 +32,10 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dreamerv3.suite.curves import running_mean
 from dreamerv3.view.dream_process import DreamError, Dreams
 from dreamerv3.view.runs import SCORE, RunFolder, Runs
-from dreamerv3.view.series import smooth, thin
+from dreamerv3.view.series import thin
 
 STATIC = Path(__file__).with_name("static")
 KINDS = {
@@ -199,7 +200,7 @@ class Pages:
             total = len(x)
             if query.get("axis") == "time":
                 x = _in_time(run, x)
-            y = smooth(y, window)
+            y = running_mean(y, window)
             inside = np.ones(len(x), bool)
             if low is not None:
                 inside &= x >= low

@@ -59,7 +59,6 @@ def save_tree(
     root: Root,
     path_stem: str,
     tree: Tree,
-    required: bool = True,
     min_free_bytes: int | None = 0,
 ) -> list[FileRecord]:
     """Writes a tree as `path_stem`.safetensors and `path_stem`.json.
@@ -70,7 +69,6 @@ def save_tree(
       tree: nested dicts with str keys, lists and tuples of NumPy arrays and scalars
         (bool, int, float, complex, and the types of ml_dtypes), int, float, str,
         bytes, bool and None. `load_tree` restores their types; arrays in C order.
-      required: stored in the records; see `FileRecord`.
       min_free_bytes: free space to leave on the disk; None for a share of the bytes
         that are written.
 
@@ -81,12 +79,8 @@ def save_tree(
     structure = encoder.encode(tree, "tree", ())
     nbytes = sum(array.nbytes for array in encoder.arrays)
     require_space(root, nbytes, min_free_bytes)
-    arrays = write_file(
-        root,
-        f"{path_stem}.safetensors",
-        _safetensors(encoder.table, encoder.arrays),
-        required,
-    )
+    data = _safetensors(encoder.table, encoder.arrays)
+    arrays = write_file(root, f"{path_stem}.safetensors", data)
     content = {
         "format": _FORMAT,
         "size": arrays.size,
@@ -95,7 +89,7 @@ def save_tree(
         "tree": structure,
     }
     try:
-        rest = write_file(root, f"{path_stem}.json", seal(content), required)
+        rest = write_file(root, f"{path_stem}.json", seal(content))
     except BaseException:
         locate(root, arrays.path).unlink(missing_ok=True)
         raise

@@ -333,7 +333,7 @@ class Replay:
             without the latents that this buffer samples.
         """
         folder = self._folder if directory is None else ChunkFolder(directory)
-        own = folder is not None and folder == self._folder
+        own = bool(folder and self._folder and folder.path == self._folder.path)
         with self._saving, self._writing:
             found = find_chunks(data, folder, self._settings.context)
             require_latents(found, self._settings.context, self._settings.name)

@@ -124,12 +124,6 @@ class ChunkFolder:
         self.path = Path(path).absolute()
         self._compress = compress
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ChunkFolder) and self.path == other.path
-
-    def __hash__(self) -> int:
-        return hash(self.path)
-
     def write(
         self, file: ChunkFile, arrays: dict[str, np.ndarray], metadata: dict[str, Any]
     ) -> ChunkFile:

@@ -22,6 +22,12 @@ def make_curve(steps, values):
 # Numbers.
 
 
+def test_a_running_mean_leaves_out_what_is_not_finite():
+    values = np.array([np.nan, 1.0, np.inf, 6.0])
+    mean = curves.running_mean(values, 2)
+    np.testing.assert_array_equal(mean, [np.nan, 1, 1, 6])
+
+
 def test_a_running_mean_takes_what_there_is_at_the_start():
     mean = curves.running_mean(np.array([2.0, 4.0, 6.0, 0.0]), 3)
     assert mean.tolist() == [2.0, 3.0, 4.0, 10 / 3]

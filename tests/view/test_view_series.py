@@ -7,12 +7,11 @@ import pathlib
 import tempfile
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dreamerv3.view import series
-from dreamerv3.view.series import MetricFile, sample_file, smooth, thin
+from dreamerv3.view.series import MetricFile, sample_file, thin
 
 
 def append(path, *rows):
@@ -117,14 +116,6 @@ def test_thinning_sorts_a_run_that_went_back_and_leaves_out_what_is_not_finite()
     x, y = np.array([1.0, 5.0, 3.0, 4.0]), np.array([1.0, np.nan, 3.0, np.inf])
     assert [part.tolist() for part in thin(x, y, 10)] == [[1, 3], [1, 3]]
     assert [len(part) for part in thin(np.zeros(0), np.zeros(0), 10)] == [0, 0]
-
-
-def test_smoothing_is_the_mean_of_a_window():
-    y = np.array([1.0, 2.0, np.nan, 6.0])
-    assert smooth(y, 1).tolist()[:2] == [1, 2]
-    assert smooth(y, 2).tolist() == [1, 1.5, 2, 6]
-    slow = [np.nanmean(y[max(0, i - 2) : i + 1]) for i in range(4)]
-    assert smooth(y, 3) == pytest.approx(slow)
 
 
 def test_a_long_file_is_sampled_without_reading_it(tmp_path):

@@ -357,7 +357,7 @@ def run_actor(
             if settings.remote_envs:
                 _start_thread(wait_for_envs, actor, settings)
             try:
-                rendezvous.wait()
+                rendezvous.meet()
                 # Not after a failure: then workers wait until the agent is restarted.
                 actor.over = True
             finally:

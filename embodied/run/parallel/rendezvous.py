@@ -98,10 +98,6 @@ class Rendezvous:
             else f"The {self._name} waited {timeout} s for the {self._other}."
         )
 
-    def wait(self) -> None:
-        """Waits until the other side is done, which is the end of the run."""
-        self.meet()
-
     def on_failure(self, callback: Callable[[], None]) -> None:
         """Registers a callback, called by the failing thread if either side fails.
 
