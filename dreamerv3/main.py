@@ -72,8 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _fail(["interrupted, without saving."], code=130)
     if argv is None and code and threading.active_count() > 1:
         # A thread that is compiling would abort the interpreter while that ends.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
         os._exit(code)
     return code
 

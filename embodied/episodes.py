@@ -421,7 +421,7 @@ def _check(
 
 
 def is_image(array: np.ndarray, ndim: int) -> bool:
-    """Returns whether an array of so many dimensions can be shown in a video."""
+    """Returns whether an array has `ndim` dimensions and can be shown in a video."""
     shaped = array.ndim == ndim and array.shape[-1] in (1, 3)
     return shaped and array.dtype == np.uint8 and array.size > 0
 

@@ -7,12 +7,18 @@ import shutil
 import signal
 import tempfile
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Timings are noisy on shared machines, so no example fails for being slow. Without a
 # database a failure depends on nothing but the code. Examples differ from run to
 # run, so that many runs with few examples find as much as one run with many.
-settings.register_profile("project", deadline=None, database=None, max_examples=40)
+settings.register_profile(
+    "project",
+    deadline=None,
+    database=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("project")
 
 # Subprocesses of tests print their tracebacks at fatal signals, as pytest does.
@@ -25,7 +31,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 def pytest_configure(config) -> None:
-    """Keeps what tests and their subprocesses compile out of the user's own cache.
+    """Keeps tests and their subprocesses out of the user's own cache and keys.
 
     Runs before anything imports JAX. Every pytest worker has its own folder while it
     runs: JAX does not write its files atomically, and half a program can end a process.
@@ -36,6 +42,7 @@ def pytest_configure(config) -> None:
     folder = pathlib.Path(tempfile.mkdtemp(prefix="test-cache-"))
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["XDG_CACHE_HOME"] = str(folder)
+    os.environ["XDG_CONFIG_HOME"] = str(folder / "config")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "jax")
     os.environ.setdefault("XLA_FLAGS", quick_flags())
     # Cache fast compilations too: tests have many, and repeat most of them.

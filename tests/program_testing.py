@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tempfile
 
-import pytest
-
 TESTS = pathlib.Path(__file__).parent
 FOLDERS = (".", "jax", "dreamerv3")  # Programs can import from these.
 PROGRAM_SECONDS = 270
@@ -56,12 +54,3 @@ def run_programs(code: str, each: list[tuple[str, ...]], **environ: str) -> list
             outputs.append(file.read())
             assert status == 0, outputs[-1]
     return outputs
-
-
-@pytest.fixture(autouse=True, scope="session")
-def own_key_folder(tmp_path_factory):
-    """Keeps tests, and the programs that they start, away from the user's keys."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.getbasetemp() / "config"
-        patch.setenv("XDG_CONFIG_HOME", str(folder))
-        yield

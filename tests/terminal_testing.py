@@ -26,7 +26,9 @@ def run_on_terminal(command, columns=80, seconds=60, **environ):
     deadline = time.monotonic() + seconds
     data = b""
     try:
-        while select.select([controller], [], [], deadline - time.monotonic())[0]:
+        while select.select([controller], [], [], max(0, deadline - time.monotonic()))[
+            0
+        ]:
             try:
                 part = os.read(controller, 65536)
             except OSError:  # Linux raises this when the other end has closed.
@@ -36,7 +38,11 @@ def run_on_terminal(command, columns=80, seconds=60, **environ):
             data += part
     finally:
         os.close(controller)
-        process.wait(10)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(f"The program goes on. It shows:\n{data!r}") from None
     return data.decode()
 
 

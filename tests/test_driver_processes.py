@@ -92,12 +92,12 @@ class TestProcesses:
         policy = Moves()
         before = children()
         # Long enough for the child to start on a busy machine.
-        with Driver([env_factory(), env_factory(fail=hang)], timeout=5) as driver:
+        with Driver([env_factory(), env_factory(fail=hang)], timeout=15) as driver:
             driver.reset(policy.init)
             begin = time.monotonic()
-            with pytest.raises(EnvError, match="Env 1 did not answer within 5 s"):
+            with pytest.raises(EnvError, match="Env 1 did not answer within 15 s"):
                 driver(policy, steps=100)
-        assert 4 < time.monotonic() - begin < 60
+        assert 14 < time.monotonic() - begin < 60
         assert children() == before
 
     def test_a_factory_that_cannot_be_sent_fails_at_once(self):

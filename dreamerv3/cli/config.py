@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -145,10 +146,8 @@ def _apply(
         if views and flag == "logdir" and len(given) > 1:
             values.set(flag, given[:1])
             values.flat["view.folders"] = tuple(given[1:])
-        elif flag.startswith(OPEN_GROUPS):
-            values.set(flag, [_from_text(text) for text in given])
         elif flag != "configs":
-            values.set(flag, given)
+            values.set(flag, given, typed=False)
     return values
 
 
@@ -351,7 +350,11 @@ class Values:
         self._defaults = defaults
 
     def set(
-        self, name: str, values: Sequence[Any], folder: pathlib.Path | None = None
+        self,
+        name: str,
+        values: Sequence[Any],
+        folder: pathlib.Path | None = None,
+        typed: bool = True,
     ) -> None:
         """Sets the keys that a flag or a line of a block stands for.
 
@@ -360,9 +363,11 @@ class Values:
             of a list followed by `+` to add to that list.
           values: one value, or several for a list, as text or of the key's type.
           folder: of the run whose configuration has the value.
+          typed: whether the values of a key without a default have their type; else
+            they are text, which is converted.
         """
         if name.startswith(OPEN_GROUPS) and name not in self._defaults:
-            self._set_open(name, values)
+            self._set_open(name, values, typed)
             return
         added: tuple[Any, ...] = ()
         if name.endswith("+") and isinstance(self.flat.get(name[:-1]), tuple):
@@ -376,7 +381,7 @@ class Values:
             return
         for key in keys:
             if key not in self._defaults:
-                self._set_open(key, values)
+                self._set_open(key, values, typed)
                 continue
             try:
                 value = convert(key, self._defaults[key], values)
@@ -389,7 +394,7 @@ class Values:
                 if key == "task":
                     self.task_folder = folder
 
-    def _set_open(self, name: str, values: Sequence[Any]) -> None:
+    def _set_open(self, name: str, values: Sequence[Any], typed: bool) -> None:
         """Sets a key without a default, whose type is therefore that of its value."""
         group, _, last = name.rpartition(".")
         if f"{group}." not in OPEN_GROUPS or not last.isidentifier() or not values:
@@ -398,7 +403,8 @@ class Values:
                 f"{name}: expected the name of an argument and its value, got {shown}."
             )
             return
-        value = values[0] if len(values) == 1 else tuple(values)
+        given = values if typed else [_from_text(text) for text in values]
+        value = given[0] if len(given) == 1 else tuple(given)
         if group == "agent.loss_scales":
             value = to_float(value)
             if value is None or not value >= 0:
@@ -432,8 +438,10 @@ def _from_text(text: str) -> Any:
 
 def _to_text(value: Any) -> str:
     """Converts a value to a text that `_from_text` converts back."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value).replace("inf", ".inf").replace("nan", ".nan")
     same = not isinstance(value, str) or _from_text(value) == value
-    return str(value) if same else json.dumps(value)
+    return str(value) if same else json.dumps(value, ensure_ascii=False)
 
 
 def _find_keys(flat: Flat, name: str) -> list[str]:

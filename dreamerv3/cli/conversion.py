@@ -104,7 +104,7 @@ def to_float(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

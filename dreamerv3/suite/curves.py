@@ -91,6 +91,8 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     Values that are not finite do not count; a mean of none is NaN.
     """
     there = np.isfinite(values)
+    if window <= 1:  # Differences of sums would round.
+        return np.where(there, values, np.nan)
     counts = np.concatenate([[0], np.cumsum(there)])
     sums = np.concatenate([[0.0], np.cumsum(np.where(there, values, 0.0))])
     ends = np.arange(1, len(values) + 1)

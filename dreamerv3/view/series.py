@@ -31,9 +31,9 @@ class MetricFile:
     """A file of JSON lines as columns, by name of the metric. Any thread.
 
     If what was read last is not there any more, the run went back to a checkpoint, and
-    the file is read from its start. Lines
-    that are not JSON objects are left out, and so is a last line without its end. If a
-    file has more than `MOST_POINTS` values, earlier ones are thinned.
+    the file is read from its start. Lines that are not JSON objects are left out, as is
+    a last line without its end. If a file has more than `MOST_POINTS` values, earlier
+    ones are thinned.
 
     Args:
       path: of the file, which need not exist yet.

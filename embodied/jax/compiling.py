@@ -72,7 +72,7 @@ def is_compiling() -> bool:
 
 
 def _return_memory() -> None:
-    """Returns memory that the compiler has freed, up to a gigabyte, to the system.
+    """Returns memory that the compiler has freed, often a gigabyte, to the system.
 
     The allocator of glibc would keep it.
     """

@@ -8,6 +8,7 @@ on first use; roles on other machines need a copy of the run's file (`run.keyfil
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -287,7 +288,9 @@ def resolve(host: str) -> str:
 
 def needs_ipv6(addr: str) -> bool:
     """Returns whether a host has no IPv4 address; False if it is not known now."""
-    try:
-        return resolve(parse_address(addr)[0]).startswith("[")
-    except ValueError:
-        return False
+    host, _ = parse_address(addr)
+    with contextlib.suppress(ValueError):  # A number need not be looked up.
+        return ipaddress.ip_address(host.strip("[]")).version == 6
+    with contextlib.suppress(ValueError):
+        return resolve(host).startswith("[")
+    return False

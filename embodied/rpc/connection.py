@@ -374,7 +374,7 @@ class Connection:
 
     def _use(self, link: Link | None) -> None:
         """Replaces the link, if there is a new one."""
-        # The next attempt is not before then, also if this link ends at once.
+        # The next attempt is not before then, even if this link ends at once.
         self._retry_at = time.monotonic() + RETRY_SECONDS
         if link is None:
             return

@@ -143,8 +143,9 @@ class RunCheckpoint:
           CheckpointError: there are checkpoints, but none is whole; or the folder of a
             replay is a symbolic link, below which no file could be removed.
         """
-        for name in self._parts:  # A replay has files in a folder of its name.
-            locate(self._root, name)
+        for name, part in self._parts.items():
+            if isinstance(part, Replay):  # Its files are in a folder of its name.
+                locate(self._root, name)
         self._checkpoint.clean()
         manifest = self._checkpoint.newest()
         if manifest is None:

@@ -5,7 +5,6 @@ import pathlib
 import sys
 
 import pytest
-from program_testing import own_key_folder  # noqa: F401
 
 # The helpers that start runs are in tests/integration.
 sys.path.append(str(pathlib.Path(__file__).parent.with_name("integration")))

@@ -274,12 +274,17 @@ def test_a_new_head_waits_for_the_lock_of_the_old_one(tmp_path):
     wait_until_free(tmp_path, 0.0)  # No run has used this folder.
     with preserve_config(str(tmp_path)):
         claim(tmp_path)
-        with Process(wait_until_free, tmp_path, 60.0, name="waits") as process:
-            assert not process.join(1.0)
-            with Process(wait_until_free, tmp_path, 0.1, name="gives up") as other:
-                assert other.join(30)
-    with process:
-        assert process.join(30)
+        waits = Process(wait_until_free, tmp_path, 60.0, name="waits", start=True)
+        leaves = Process(wait_until_free, tmp_path, 0.1, name="gives up", start=True)
+        try:
+            assert leaves.join(60)
+            assert waits.running, "the folder is in use"
+        except BaseException:
+            waits.kill()
+            raise
+    assert waits.join(60)
+    for process in (waits, leaves):
+        assert process.exitcode == 0 and process.error is None
 
 
 def test_ray_is_an_extra(tmp_path, monkeypatch):

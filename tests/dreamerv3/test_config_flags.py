@@ -25,6 +25,9 @@ from dreamerv3.cli.schema import CONFIGS, read_keys
 from embodied.envs import registry
 
 DEFAULTS = merge([]).flat
+# Of arguments of environments.
+VALUES = [2, 2.5, True, math.inf, -math.inf]
+VALUES += ["2", "x", "'x'", "1e3", "", "a b", "'\U0001f600"]
 
 
 class TestFlags:
@@ -102,7 +105,7 @@ class TestFlags:
         ("argv", "value"),
         [
             (["--env.gym.kwargs.g", "9", "--env.gym.kwargs.g", "x"], "x"),
-            ([r"--env.gym.kwargs.g", "9", r"--env\.gym\.kw.*", "10"], "10"),
+            ([r"--env.gym.kwargs.g", "9", r"--env\.gym\.kw.*", "10"], 10),
             (["--env.gym.kwargs.g", "'2'"], "2"),
             (["--env.gym.kwargs.g", "2"], 2),
             (["--env.gym.kwargs.g", "it's"], "it's"),
@@ -113,7 +116,7 @@ class TestFlags:
         assert values.problems == []
         assert values.flat["env.gym.kwargs.g"] == value
 
-    @pytest.mark.parametrize("value", [2, 2.5, True, "2", "x", "'x'", "1e3", "", "a b"])
+    @pytest.mark.parametrize("value", VALUES)
     def test_arguments_of_environments_keep_their_type(self, value, tmp_path):
         flags = to_arguments({"env.gym.kwargs.g": value, "logdir": tmp_path / "run"})
         config = load_config(flags)
@@ -122,6 +125,10 @@ class TestFlags:
         prepare_logdir(config)
         again = load_config(["--configs", str(tmp_path / "run/config.yaml")])
         assert again.env.gym.kwargs == {"g": value}
+
+    def test_a_scale_is_one_number(self):
+        (problem,) = merge(["--agent.loss_scales.own", "1", "2"]).problems
+        assert "expected a number of at least 0" in problem
 
     def test_scales_of_own_losses_can_be_set_again(self):
         argv = ["--agent.loss_scales.own", "1", "--agent.loss_scales.own", "0.5"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 
 import gymnasium
 import numpy as np
@@ -137,10 +138,14 @@ def test_arguments_of_an_environment_keep_their_type(tmp_path):
 
 
 def test_files_are_as_private_as_the_configuration_says(tmp_path):
-    for access, mode in (("user", 0o600), ("group", 0o640)):
-        logdir = tmp_path / access
-        dreamerv3.train(Coin, 10, logdir, logdir_access=access, **QUICK)
-        assert (logdir / "metrics.jsonl").stat().st_mode & 0o777 == mode
+    before = os.umask(0o022)
+    try:
+        for access, mode in (("user", 0o600), ("group", 0o640)):
+            logdir = tmp_path / access
+            dreamerv3.train(Coin, 10, logdir, logdir_access=access, **QUICK)
+            assert (logdir / "metrics.jsonl").stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
 
 
 def test_blocks_come_after_the_size(tmp_path):

@@ -78,5 +78,5 @@ def test_a_scale_without_a_loss_is_an_error(tmp_path, capsys):
     code = main([*TINY, *flags, "--logdir", str(tmp_path)])
     assert code == 2
     assert "agent.loss_scales: expected the names of losses" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="expected a number of at least 0, got -1"):
+    with pytest.raises(ConfigError, match="expected a number of at least 0, got '-1'"):
         load_config(["--agent.loss_scales.mine", "-1"], {})

@@ -2,7 +2,6 @@
 
 import pytest
 from parallel_testing import shared_addresses
-from program_testing import own_key_folder  # noqa: F401
 
 
 @pytest.fixture

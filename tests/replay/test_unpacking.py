@@ -14,11 +14,15 @@ from embodied.replay import Replay, chunkfiles
 LARGE = 1 << 29
 ALLOWED = 1 << 27  # Bytes of growth: a fourth of what would be unpacked.
 # Prints by how much the load raises the peak memory, and the number of sequences.
-LOAD = """
-import resource, sys
+LOAD = r"""
+import pathlib, re, sys
 from embodied.replay import Replay
 replay = Replay(3, directory=sys.argv[1], chunksize=8, context=1)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def peak():  # Of this program; that of `resource` begins with the parent's.
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
+
 before = peak()
 replay.load(directory=sys.argv[1])
 print(peak() - before, len(replay))

@@ -17,6 +17,7 @@ PORTAL_CANNOT = {
     "test_arguments_above_the_limit_are_refused_before_they_are_sent": (
         "portal's server does not tell its limit; it refuses what came"
     ),
+    "test_slots_count_for_their_group": "portal's clients do not tell slots",
     "test_a_batch_of_all_slots_does_not_wait": "portal's clients do not tell slots",
     "test_a_batch_does_not_wait_for_a_client_that_left": (
         "portal's clients do not tell slots"
@@ -38,13 +39,6 @@ PORTAL_CANNOT = {
 @pytest.fixture(scope="session")
 def keys():
     return Keys.generate()
-
-
-@pytest.fixture(autouse=True)
-def own_key_folder(tmp_path_factory, monkeypatch):
-    """Keeps tests away from the keys of the user."""
-    folder = tmp_path_factory.getbasetemp() / "config"
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
 
 
 @pytest.fixture(params=["local", "remote", "insecure", "portal"])

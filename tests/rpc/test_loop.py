@@ -88,7 +88,9 @@ class TestLoop:
             first, second = threading.Event(), threading.Event()
             steps.run(lambda: first.wait(WAIT))
             wait_until(lambda: steps.threads[-1] == "loop-deputy")
-            steps.run(lambda: second.wait(WAIT))
+            begun = threading.Event()
+            steps.run(lambda: begun.set() or second.wait(WAIT))
+            assert begun.wait(WAIT)
             time.sleep(3 * LATE)
             count = steps.count
             time.sleep(3 * LATE)

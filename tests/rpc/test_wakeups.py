@@ -15,7 +15,13 @@ import pytest
 from embodied.rpc import BatchServer, Client, Server, free_port
 from embodied.rpc.threads import Wakeup
 
-SLOW = 1.0  # Seconds; a lost wake-up would cost a heartbeat, two seconds.
+SLOW = 20.0  # Seconds; a lost wake-up would cost a heartbeat.
+
+
+@pytest.fixture(autouse=True)
+def rare_heartbeats(monkeypatch):
+    monkeypatch.setattr("embodied.rpc.server.HEARTBEAT", 60.0)
+    monkeypatch.setattr("embodied.rpc.server.CLIENT_TIMEOUT", 240.0)
 
 
 @pytest.fixture
@@ -128,7 +134,9 @@ def test_a_callback_outlasts_who_else_waited(client):
     client.sleep(0.0).result(10)
     listening = threading.Thread(target=lambda: client.sleep(0.2).result(10))
     listening.start()
-    time.sleep(0.1)  # Until it listens.
+    deadline = time.monotonic() + 10
+    while not client._caller._turn.taken:  # Until it listens.
+        assert time.monotonic() < deadline
     called = threading.Event()
     client.sleep(0.3).add_callback(lambda _: called.set())
     listening.join()

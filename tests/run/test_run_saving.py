@@ -381,7 +381,7 @@ def test_a_linked_folder_of_a_replay_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="symbolic link"):
         checkpoint.restore()
     with pytest.raises(CheckpointError, match="symbolic link"):
-        RoleCheckpoint(args).load(["replay"])
+        RoleCheckpoint(args).folder("replay")
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):

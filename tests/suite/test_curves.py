@@ -28,6 +28,12 @@ def test_a_running_mean_leaves_out_what_is_not_finite():
     np.testing.assert_array_equal(mean, [np.nan, 1, 1, 6])
 
 
+def test_a_running_mean_of_single_values_is_exact():
+    values = np.array([1e20, 0.0013, np.inf, 2.0])
+    mean = curves.running_mean(values, 1)
+    np.testing.assert_array_equal(mean, [1e20, 0.0013, np.nan, 2.0])
+
+
 def test_a_running_mean_takes_what_there_is_at_the_start():
     mean = curves.running_mean(np.array([2.0, 4.0, 6.0, 0.0]), 3)
     assert mean.tolist() == [2.0, 3.0, 4.0, 10 / 3]

@@ -181,7 +181,7 @@ class TestStopping:
 
     @pytest.mark.parametrize("shielded", [False, True])
     def test_it_can_be_stopped_before_it_handles_signals(self, shielded):
-        process = Process(wait_forever, shielded=shielded, start=True)
+        process = Process(wait_forever(), shielded=shielded, start=True)
         assert process.pid is not None
         os.kill(process.pid, process._stop_signal)  # As the launcher tells the agent.
         assert process.join(WAIT)

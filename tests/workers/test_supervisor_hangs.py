@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import re
 import signal
 import threading
 import time
@@ -50,7 +51,8 @@ class TestHangs:
             for _ in range(2):
                 name, error = restarts.get(timeout=WAIT)
                 assert name == "env-0"
-                assert "has reported no progress for 0." in str(error)
+                told = re.search(r"has reported no progress for ([\d.]+)", str(error))
+                assert float(told[1]) >= 0.5
             assert is_gone(pid)
             assert status_of(supervisor, "env-1").restarts == 0
 
@@ -207,7 +209,7 @@ class TestStall:
         lines = str(info.value).splitlines()
         assert lines[0].startswith("No worker has progressed for 2 s")
         first, second, third = lines[1:4]
-        assert first.startswith("  env-0 (running): 2.")
+        assert float(re.match(r"  env-0 \(running\): ([\d.]+)", first)[1]) >= 2
         assert second.startswith("  env-1 (waiting): ") and second.endswith(" s ago")
         assert third == "  replay (starting): never"
         assert all(status.state == "ended" for status in supervisor.status())

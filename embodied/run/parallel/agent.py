@@ -152,7 +152,7 @@ def add_agent(
 
     def make_process() -> Process:
         # A restarted agent has what is left of the duration.
-        left = max(1.0, settings.duration - (time.monotonic() - started))
+        left = max(0.001, settings.duration - (time.monotonic() - started))
         duration = left if settings.duration else 0.0
         process = Process(
             _agent_process,

@@ -341,7 +341,6 @@ class RoleCheckpoint:
         self._starts.add()
         names = list(names)
         for name in names:  # A replay has files in a folder of its name, too.
-            self.folder(name)
             for folder in (f"{FOLDER}/{name}", name):
                 self._checkpoint.remove_temporary(folder + self._suffix)
         manifest = self._checkpoint.newest(shared=True)

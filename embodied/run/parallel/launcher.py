@@ -211,6 +211,8 @@ def _bounded_stop(
 ) -> Iterator[None]:
     """Sets `done` if a stop makes no progress and the agent does not end by itself.
 
+    All that the agent does is progress here, since the agent itself watches its end.
+
     Raises:
       StopTimeout: after the body, if that was the case.
     """

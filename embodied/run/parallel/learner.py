@@ -184,7 +184,7 @@ def run_learner(
       rendezvous: the learner's side of the barrier.
       settings: see `parallel_learner`.
       stop: ends the run when set; set when the run ends.
-      progress: called after every update.
+      progress: called after every update, and while the agent compiles during a stop.
       replicas: the hosts of the run, which train, save and end together.
     """
     replicas = replicas or Replicas()
@@ -222,8 +222,10 @@ def run_learner(
         if step is None and not over:
             conductor.save(trained=0)
             conductor.wait()
-        # Replicas may be at different steps, and only end together.
-        if step is not None and step >= steps and replicas.alone:
+        # Not with replicas, which may be at different steps and end together, nor with
+        # hosts of environments, which the actor tells that the run is over.
+        alone = replicas.alone and not settings.remote_envs
+        if step is not None and step >= steps and alone:
             logger.info("The run has made its %d steps already.", steps)
             rendezvous.call_off()
             return

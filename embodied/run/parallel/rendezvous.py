@@ -37,7 +37,7 @@ class Rendezvous:
 
     A side that fails breaks the barrier, and the other one fails because of the same
     error. The first meeting may not take place: the learner calls it off if it is told
-    to end before.
+    to end before, or finds that the run has made its steps.
 
     Args:
       barrier: of two parties, not used before.

@@ -290,6 +290,8 @@ def parallel_replay(
 def serve(role: ReplayRole, settings: RunSettings, stop: threading.Event) -> None:
     """Connects a role and serves it until `stop` is set."""
     checkpoint = RoleCheckpoint(settings)
+    for name in (TRAIN_REPLAY, EVAL_REPLAY):
+        checkpoint.folder(name)  # Raises if it cannot be used.
     parts = checkpoint.load((TRAIN_REPLAY, EVAL_REPLAY, LIMITER))
     if checkpoint.is_new:
         role.load_files(checkpoint.folder)
