@@ -85,9 +85,8 @@ class Server:
       insecure: no keys at all: everyone who reaches the address may call.
       max_bytes: maximum bytes of the arrays of one message.
       backlog: results that may wait for their `postfn` before workers wait too.
-      on_failure: called with an error that ends the server's loop for good; `close`
-        raises a RuntimeError then. The server answers no more calls, and its owner
-        should end.
+      on_failure: called with an error that ends the server's loop for good. Its owner
+        should end then; `close` raises a RuntimeError.
     """
 
     ADVICE = "pass the keys of the run (--run.keyfile FILE), or listen at localhost."
@@ -149,8 +148,7 @@ class Server:
           name: what clients call.
           workfn: called with the client's arguments. Its result is the reply; with
             `postfn`, it returns (reply, info).
-          postfn: called with `info` after the reply, in the order in which the calls
-            were begun.
+          postfn: called with `info` after the reply, in the order of their beginning.
           workers: threads of its own; 0 shares those of the server.
           schema: {key: (dtype, shape)} of the first argument, checked on arrival.
         """
@@ -200,10 +198,8 @@ class Server:
         self._wakeup.close()
         self._check_failure()
         if not all(ended):
-            raise TimeoutError(
-                f"Server {self.name}: a bound function did not return within "
-                f"{timeout} s of closing."
-            )
+            text = f"a bound function did not return within {timeout} s of closing."
+            raise TimeoutError(f"Server {self.name}: {text}")
 
     def __enter__(self) -> Server:
         if not self._started:
@@ -450,8 +446,7 @@ class Server:
     def _work(self, job: Job) -> None:
         """Runs a function, answers its calls, and hands over its `postfn`."""
         after = info = None
-        # Not earlier: workers may wait for the turn of a ticket, and then its job must
-        # not wait for a worker. Batches have one, since an idle worker waits for them.
+        # Not earlier: a job whose turn others wait for must not wait for a worker.
         if job.method.postfn and job.ticket is None:
             job.ticket = self._post.ticket()
         try:

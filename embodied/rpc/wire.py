@@ -43,7 +43,7 @@ NO_BLOCK = 0  # Block number that stands for no shared memory.
 NO_CALL = (1 << 64) - 1  # The number of messages that belong to no call.
 ALIGN = 64
 MAX_ARRAYS = 4096
-MAX_VALUES = 1_000_000  # Plain values of a message, whose checks hold up others.
+MAX_VALUES = 1_000_000  # Of a message; checking them holds up others.
 MAX_EXTRA = 8 * 1024  # Bytes of the numbers of blocks and of other open calls.
 MAX_DEPTH = 16
 MAX_ARRAY_BYTES = 1 << 48
@@ -115,13 +115,11 @@ class Spec:
         self.leaves: list[Leaf] = []
         self.plain = False
         self.nbytes = 0
-        values = 0
-        for node in _terminal_nodes(tree, 0):
+        for count, node in enumerate(_terminal_nodes(tree, 0)):
+            if count >= MAX_VALUES:
+                raise WireError(f"there are more than {MAX_VALUES} values")
             if type(node) is not ArrayType:
                 self.plain = True
-                values += 1
-                if values > MAX_VALUES:
-                    raise WireError(f"there are more than {MAX_VALUES} plain values")
                 continue
             nbytes = math.prod(node.shape) * node.dtype.itemsize
             self.leaves.append(Leaf(*node, self.nbytes, nbytes))
@@ -333,10 +331,7 @@ def encode(
 
 
 def split_at_seq(frame: bytes) -> tuple[bytes, bytes]:
-    """Returns the parts of a frame before and after the number of its call.
-
-    They are equal for frames that differ only in that number.
-    """
+    """Returns what is before and after the number of a frame's call."""
     return frame[:_HEAD_SIZE], frame[_PRELUDE_SIZE:]
 
 

@@ -106,11 +106,11 @@ def eval_only(
 ) -> Evaluation:
     """Plays episodes with the agent of `args.from_checkpoint`, and prints the score.
 
-    `args.eval_eps` episodes are played in at most `args.envs` environments.
-    `args.steps`, `args.duration`, Ctrl-C and SIGTERM end it earlier. Metrics are
-    logged at the step at which the agent was saved. Scores are written to a JSON file
-    in `args.logdir`, with a video of the last episode of the first environment beside
-    it if there are images. With `args.render` a window shows that environment.
+    Plays `args.eval_eps` episodes in at most `args.envs` environments; `args.steps`,
+    `args.duration`, Ctrl-C and SIGTERM end it earlier. Metrics are logged at the step
+    at which the agent was saved. Scores are written to a JSON file in `args.logdir`,
+    with a video of the last episode of the first environment beside it if there are
+    images. With `args.render` a window shows that environment.
 
     Args:
       make_agent: makes the agent, of which only `load`, `init_policy` and `policy`
@@ -126,8 +126,7 @@ def eval_only(
       CheckpointError: `from_checkpoint` is not given, or there is no checkpoint, or
         the results cannot be written.
     """
-    args = RunSettings.from_args(args)
-    _check_source(args)
+    args = _read_settings(args)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(STOPPING))
         agent = make_agent()
@@ -177,11 +176,13 @@ def _load(agent: Agent, args: Any) -> int:
     return load_agent(agent, source, regex, key)
 
 
-def _check_source(args: Any) -> None:
-    if not args.from_checkpoint:
+def _read_settings(args: Any) -> RunSettings:
+    settings = RunSettings.from_args(args)
+    if not settings.from_checkpoint:
         raise CheckpointError(
             "run.from_checkpoint: expected the logdir of a run to evaluate, got ''."
         )
+    return settings
 
 
 def _open_window(stack: contextlib.ExitStack, args: Any) -> Window | None:

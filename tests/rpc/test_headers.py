@@ -301,7 +301,7 @@ class TestSchema:
 def test_plain_values_are_limited(monkeypatch):
     monkeypatch.setattr(wire, "MAX_VALUES", 100)
     assert decode_tree(encode([None] * 100)) == [None] * 100
-    with pytest.raises(WireError, match="more than 100 plain values"):
+    with pytest.raises(WireError, match="more than 100 values"):
         Codec().decode(frame_with(["method", [None] * 101]))
 
 

@@ -22,7 +22,11 @@ from embodied.run.parallel.conductor import Conductor
 from embodied.run.parallel.live_reports import report_hops
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import Replicas, join_replicas, serve_replicas
-from embodied.run.parallel.stopping import StopDeadline, StopTimeout
+from embodied.run.parallel.stopping import (
+    StopDeadline,
+    StopTimeout,
+    note_compiling,
+)
 from embodied.run.settings import RunSettings
 from embodied.run.usage import Usage
 
@@ -213,23 +217,14 @@ def run_learner(
         rendezvous.on_failure(
             lambda: conductor.abandon() if rendezvous.abandoned else None
         )
-        watch = _watch_stop(
-            stop, settings, rendezvous, conductor, _compilation(agent, progress)
-        )
+        changing = note_compiling(agent, progress)
+        watch = _watch_stop(stop, settings, rendezvous, conductor, changing)
         stack.enter_context(watch)
-        steps = math.ceil(settings.steps / replicas.count)
-        step = conductor.restore()
-        if step is None and not over:
-            conductor.save(trained=0)
-            conductor.wait()
-        # Not with replicas, which may be at different steps and end together, nor with
-        # hosts of environments, which the actor tells that the run is over.
-        alone = replicas.alone and not settings.remote_envs
-        if step is not None and step >= steps and alone:
-            logger.info("The run has made its %d steps already.", steps)
+        if not _restore(conductor, over, settings, replicas):
             rendezvous.call_off()
             return
         rendezvous.meet()
+        steps = math.ceil(settings.steps / replicas.count)
         over.when(lambda: ended.wait_step(steps))
         stream = RemoteStream(samples, "train", AHEAD)
         over.opened(stream)
@@ -276,28 +271,30 @@ def _watch_stop(
     return StopDeadline(stop, logdir, seconds, give_up, progress)
 
 
-def _compilation(agent: Agent, progress: Callable[[], None]) -> Callable[[], float]:
-    """Returns a function whose result changes while the agent compiles.
-
-    Compiling takes minutes and cannot be interrupted. The launcher is told by
-    `progress`, since it sees no compilation of another process.
-    """
-
-    def changing() -> float:
-        if not getattr(agent, "compiling", False):
-            return 0.0
-        progress()
-        return time.monotonic()
-
-    return changing
-
-
 def _connect(replay: Any, log: Any, replicas: Replicas, stop: threading.Event) -> bool:
     """Waits for replay, logger and other replicas; returns False if told to stop."""
     for client, whom in ((replay, "replay"), (log, "logger")):
         if not wiring.connect(client, "The learner", whom, stop.is_set):
             return False
     return replicas.meet(stop.is_set)
+
+
+def _restore(
+    conductor: Conductor, over: _RunEnd, settings: RunSettings, replicas: Replicas
+) -> bool:
+    """Continues the run, or saves its start; False if it has made its steps already."""
+    step = conductor.restore()
+    if step is None and not over:
+        conductor.save(trained=0)
+        conductor.wait()
+    if step is None or step < settings.steps:
+        return True
+    # Replicas may be at different steps, and only end together; hosts of environments
+    # have to be told by the actor that the run is over.
+    if not replicas.alone or settings.remote_envs:
+        return True
+    logger.info("The run has made its %d steps already.", settings.steps)
+    return False
 
 
 def _train(

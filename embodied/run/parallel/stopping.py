@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.run.saving import FOLDER
@@ -35,6 +35,22 @@ class StopTimeout(CheckpointError):
             f"while it waited for {awaited}, so it was ended without saving. {stands} "
             "If it was slow, raise --run.stop_timeout."
         )
+
+
+def note_compiling(agent: Any, progress: Callable[[], None]) -> Callable[[], float]:
+    """Returns a function whose result changes while the agent compiles.
+
+    Compiling takes minutes and cannot be interrupted. The launcher is told by
+    `progress`, since it sees no compilation of another process.
+    """
+
+    def changing() -> float:
+        if not getattr(agent, "compiling", False):
+            return 0.0
+        progress()
+        return time.monotonic()
+
+    return changing
 
 
 class StopDeadline:

@@ -6,9 +6,10 @@ import pytest
 from role_testing import Background, CountingAgent, FakeClient, make_args, wait_until
 
 from embodied.rpc import Disconnected
-from embodied.run.parallel.learner import Learner, RemoteStream, _compilation, _RunEnd
+from embodied.run.parallel.learner import Learner, RemoteStream, _RunEnd
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import Replicas
+from embodied.run.parallel.stopping import note_compiling
 
 
 def make_learner(batches=(), agent=None, replay=None, **changes):
@@ -243,8 +244,8 @@ def test_compiling_changes_and_is_told_to_the_launcher():
         compiling = False
 
     agent, told = Agent(), []
-    progress = _compilation(agent, lambda: told.append(1))
+    progress = note_compiling(agent, lambda: told.append(1))
     assert progress() == progress() and not told
     agent.compiling = True
     assert progress() != progress() and len(told) == 2
-    assert _compilation(object(), lambda: told.append(1))() == 0, "of other agents"
+    assert note_compiling(object(), lambda: told.append(1))() == 0, "of other agents"
