@@ -11,6 +11,7 @@ import numpy as np
 
 Images = Mapping[str, np.ndarray]  # [H, W, C] uint8 by key.
 
+CHANNELS = (1, 3)  # Of images that become videos.
 # Rewards that differ by at least this much count as a change in `reward_rate`.
 REWARD_CHANGE = np.float32(0.01)
 
@@ -390,7 +391,7 @@ def _check(
     images: dict[str, np.ndarray] = {}
     for key, values in transitions.items():
         array = np.asarray(values)
-        if is_image(array, ndim=4):
+        if _is_image(array, ndim=4):
             images[key] = array
         elif key.startswith("log/") and array.ndim == 1 and array.dtype.kind in "biuf":
             logs[key] = array
@@ -404,7 +405,7 @@ def _check(
             )
     for env, frames in some_images.items():
         for key, frame in frames.items():
-            if not is_image(frame, ndim=3):
+            if not _is_image(frame, ndim=3):
                 raise ValueError(
                     f"Expected image {key!r} of env {env!r} as [H, W, C] uint8 with 1 "
                     f"or 3 channels, got shape {frame.shape} and dtype {frame.dtype}."
@@ -420,9 +421,8 @@ def _check(
     )
 
 
-def is_image(array: np.ndarray, ndim: int) -> bool:
-    """Returns whether an array has `ndim` dimensions and can be shown in a video."""
-    shaped = array.ndim == ndim and array.shape[-1] in (1, 3)
+def _is_image(array: np.ndarray, ndim: int) -> bool:
+    shaped = array.ndim == ndim and array.shape[-1] in CHANNELS
     return shaped and array.dtype == np.uint8 and array.size > 0
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from embodied.base import Agent, Array
 from embodied.envs.keys import SIGNALS
-from embodied.episodes import is_image
+from embodied.episodes import CHANNELS
 from embodied.replay import ReplayMemoryError
 from embodied.rpc import Disconnected, RemoteError, Unanswered
 from embodied.run.parallel import wiring
@@ -264,7 +264,9 @@ class Actor:
         images = {
             key: np.asarray(value)[rows[-1:]]
             for key, value in transitions.stored.items()
-            if is_image(value, ndim=4)
+            if value.dtype == np.uint8
+            and value.ndim == 4
+            and value.shape[-1] in CHANNELS
         }
         if not images:
             return {}
