@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -235,7 +236,7 @@ def updates_of(logdir, manifest):
     return data["counters"]["updates"]
 
 
-def check_ratio(run, lost=False, waits=True):
+def check_ratio(run, lost=False, waits=True, resumes=0):
     """Checks that a run makes as many updates as the ratio requires for its steps.
 
     Compares the updates that the agent counts with the steps that the logger counts,
@@ -248,6 +249,8 @@ def check_ratio(run, lost=False, waits=True):
         only what comes from now on is compared.
       waits: whether the learner waits for steps. If the run saves all the time, the
         learner may be behind.
+      resumes: how often the run was continued after a crash. The roles are saved a
+        moment apart, which stays as a difference, of either sign, after each of them.
     """
     run.saves()
     seen = len(manifests(run.logdir))
@@ -271,7 +274,8 @@ def check_ratio(run, lost=False, waits=True):
     # checkpoints may be off. A wrong ratio shows in all of them.
     assert min(since) <= 2 * IN_BETWEEN, ahead
     assert max(since) >= -2 * IN_BETWEEN or not waits, ahead
-    assert min(map(abs, ahead[seen:])) <= IN_BETWEEN or lost or not waits, ahead
+    most = IN_BETWEEN * math.sqrt(1 + resumes)
+    assert min(map(abs, ahead[seen:])) <= most or lost or not waits, ahead
 
 
 def check_metrics(logdir):

@@ -141,7 +141,7 @@ class TestLauncher:
         with Run(tmp_path, *flags) as run:
             check_resumed(run)
             run.goes_on()
-            check_ratio(run)
+            check_ratio(run, resumes=rounds)
             run.leave()
         check_replay(tmp_path)
         check_files(tmp_path)
