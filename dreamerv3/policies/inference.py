@@ -330,16 +330,15 @@ class ActionConverter:
                     f"act_space expected {key!r} of shape {inner[key].shape}, as the "
                     f"agent was trained with, got {spaces[key]}."
                 )
+        self.spaces = {**inner, **spaces}
         self._leaves = _shifted_leaves(inner, outer)
-        shifted = {
-            key: Space(
-                *(leaf.gym_space.dtype, space.shape),
-                *(leaf.start, leaf.start + space.classes),
+        for key, leaf in self._leaves.items():
+            shape, low, high = (
+                inner[key].shape,
+                leaf.start,
+                leaf.start + inner[key].classes,
             )
-            for key, leaf in self._leaves.items()
-            for space in [inner[key]]
-        }
-        self.spaces = {**inner, **spaces, **shifted}
+            self.spaces[key] = Space(leaf.gym_space.dtype, shape, low, high)
         self._env = env
 
     def __call__(self, actions: Mapping[str, Array]) -> dict[str, Array]:

@@ -81,11 +81,12 @@ def plan_runs(
     Raises:
       ConfigError: a run would refuse its configuration.
     """
-    preset = make_presets().get(config.suite.preset, Preset((), (), (config.task,)))
+    presets = make_presets()
+    preset = presets.get(config.suite.preset, Preset((), (), (config.task,)))
     chosen = tuple(config.suite.tasks)
     tasks = preset.tasks if chosen == ALL else tuple(dict.fromkeys(chosen))
     arguments, _ = split_arguments(argv)
-    if preset.tasks != (config.task,) and "task" in dict(arguments):
+    if config.suite.preset in presets and "task" in dict(arguments):
         raise ConfigError(
             f"task: expected none with --suite.preset {config.suite.preset}, which has "
             f"its own, got {config.task}. Choose among them with --suite.tasks."

@@ -331,7 +331,7 @@ def encode(
 
 
 def split_at_seq(frame: bytes) -> tuple[bytes, bytes]:
-    """Returns what is before and after the number of a frame's call."""
+    """Splits a frame at the number of its call: like calls differ only there."""
     return frame[:_HEAD_SIZE], frame[_PRELUDE_SIZE:]
 
 

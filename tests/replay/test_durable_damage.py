@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
 import subprocess
@@ -21,6 +23,23 @@ from replay_testing import (
 
 from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.replay import Replay, selectors
+
+FULL = CheckpointError("the disk is full")
+
+
+@contextlib.contextmanager
+def failing_writes(monkeypatch, replay, number, error):
+    """Lets the write of one file of a replay fail, counted from 1."""
+    write, calls = replay._folder.write, itertools.count(1)
+
+    def fail(*args):
+        if next(calls) == number:
+            raise error
+        return write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay._folder, "write", fail)
+        yield
 
 
 class TestCuts:
@@ -289,16 +308,7 @@ class TestFullDisk:
         replay = make(length=1, capacity=16, context=1, selector=selectors.Fifo())
         fill(replay, [0], range(8))
         replay.save()
-        write, calls = replay._folder.write, []
-
-        def fail_at_last(*args):
-            calls.append(args)
-            if len(calls) == 5:
-                raise CheckpointError("the disk is full")
-            return write(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(replay._folder, "write", fail_at_last)
+        with failing_writes(monkeypatch, replay, 5, FULL):
             fill(replay, [0], range(8, 20))
             with pytest.raises(CheckpointError, match="full"):
                 replay.save()
@@ -315,43 +325,27 @@ class TestFullDisk:
         replay = make(length=1, capacity=16, context=1, selector=selectors.Fifo())
         fill(replay, [0], range(8))
         replay.save()
-        write, begun = replay._folder.write, []
-
-        def fail(*args):
-            begun.append(set(names(tmp_path)))
-            if len(begun) % 4 == 0:
-                raise CheckpointError("the disk is full")
-            return write(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(replay._folder, "write", fail)
+        with failing_writes(monkeypatch, replay, 4, FULL):
             fill(replay, [0], range(8, 20))
             with pytest.raises(CheckpointError, match="full"):
                 replay.save()
-            left = names(tmp_path)
-            fill(replay, [0], range(20, 100))  # Nothing of before is in it any more.
-            begun.clear()
+        left = names(tmp_path)
+        fill(replay, [0], range(20, 100))  # Nothing of before is in it any more.
+        with failing_writes(monkeypatch, replay, 1, FULL):
             with pytest.raises(CheckpointError, match="full"):
                 replay.save()
         saved = {name for name in left if "-00000001." in name}
-        assert len(left) > len(saved) and begun[0] == saved
+        after = names(tmp_path)
+        assert len(left) > len(saved)
+        assert after & left == saved
 
     def test_any_failure_of_one_file_keeps_account_of_the_others(
         self, make, tmp_path, monkeypatch
     ):
         replay = make(length=1, capacity=64, context=1, selector=selectors.Fifo())
         fill(replay, [0], range(40))
-        write, calls = replay._folder.write, []
-
-        def fail(*args):
-            calls.append(args)
-            if len(calls) == 3:
-                raise MemoryError("no memory to compress")
-            return write(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(replay._folder, "write", fail)
-            with pytest.raises(MemoryError):
-                replay.save()
+        error = MemoryError("no memory to compress")
+        with failing_writes(monkeypatch, replay, 3, error), pytest.raises(MemoryError):
+            replay.save()
         listed = {x.path for x in write_save(replay).records(tmp_path / "replay")}
         assert names(tmp_path) == listed
