@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import threading
+import time
 
 import numpy as np
 
@@ -57,6 +58,14 @@ class Counting(embodied.Env):
             "is_last": np.bool_(done),
             "is_terminal": np.bool_(done),
         }
+
+
+class Slow(Counting):
+    """Takes a twentieth of a second for a step."""
+
+    def step(self, action):
+        time.sleep(0.05)
+        return super().step(action)
 
 
 class Faulty(Counting):

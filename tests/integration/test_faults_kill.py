@@ -20,6 +20,7 @@ from fault_testing import (
     read_manifest,
     sequences,
     steps_in,
+    steps_of,
 )
 from parallel_testing import WAIT, last_step, wait_until
 
@@ -127,6 +128,24 @@ class TestLauncher:
             run.wait_for("training begins")
             assert set(run.roles()) >= {"logger", "replay", *ALL_ENVS}
             run.crash()
+
+    def test_steps_are_saved_while_the_replay_fills(self, tmp_path):
+        def step():
+            return (
+                manifests(tmp_path)[-1].meta["step"] if manifest_paths(tmp_path) else 0
+            )
+
+        # Enough for a sequence of each environment, and far from enough to train.
+        enough = 2 * ENVS * (BATCH_LENGTH + CONTEXT)
+        flags = ["--batch_size", "64"]
+        with Run(tmp_path, *flags, task="Slow") as run:
+            wait_until(lambda: step() >= enough, WAIT, run)
+            run.crash()
+            assert "training begins" not in run.output()
+        with Run(tmp_path, *flags, task="Slow") as run:
+            run.wait_for(f"Continuing at step {step()},")
+            run.leave()
+        assert len(steps_of(tmp_path, manifests(tmp_path)[-1])) >= enough
 
     @pytest.mark.slow
     @pytest.mark.timeout(3600)

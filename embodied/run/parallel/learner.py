@@ -228,6 +228,7 @@ def run_learner(
         over.when(lambda: ended.wait_step(steps))
         stream = RemoteStream(samples, "train", AHEAD)
         over.opened(stream)
+        _fill(stream, conductor, settings, replicas)
         batches = agent.stream(stream)
         stack.callback(getattr(batches, "close", lambda: None))
         stack.callback(stream.close)  # Runs before the one above, which waits for it.
@@ -295,6 +296,23 @@ def _restore(
         return True
     logger.info("The run has made its %d steps already.", settings.steps)
     return False
+
+
+def _fill(
+    stream: RemoteStream,
+    conductor: Conductor,
+    settings: RunSettings,
+    replicas: Replicas,
+) -> None:
+    """Waits until there is a batch. Saves meanwhile: slow envs may need hours for it.
+
+    Replicas have their first batches at different times, and only save together.
+    """
+    if settings.save_every <= 0 or not replicas.alone:
+        return
+    while not stream.ready(settings.save_every) and not stream.closed:
+        if not conductor.busy:
+            conductor.save(trained=0)
 
 
 def _train(
@@ -368,21 +386,29 @@ class RemoteStream(Stream):
         self.closed = False
 
     def __next__(self) -> dict[str, Array]:
+        if not self.ready():
+            raise StopIteration
+        batch = self._open[0][1].result(0)
+        self._open.popleft()
+        if not batch:
+            raise StopIteration  # There is nothing to sample yet.
+        return batch
+
+    def ready(self, seconds: float | None = None) -> bool:
+        """Waits for the next batch; returns whether it, or an error, has come.
+
+        Args:
+          seconds: to wait; None for as long as the stream is open.
+        """
         while True:
             while len(self._open) <= self._ahead and self._asked != self._count:
                 self._ask(self._asked)
                 self._asked += 1
-            if not self._open or not self._wait(self._open[0][1]):
-                raise StopIteration
-            try:
-                batch = self._open[0][1].result(0)
-            except Disconnected:
-                self._ask_again()
-                continue
-            self._open.popleft()
-            if not batch:
-                raise StopIteration  # There is nothing to sample yet.
-            return batch
+            if not self._open or not self._wait(self._open[0][1], seconds):
+                return False
+            if not isinstance(self._open[0][1].exception(0), Disconnected):
+                return True
+            self._ask_again()
 
     def save(self) -> Tree:
         """Returns nothing: batches are drawn at random, and have no position."""
@@ -409,14 +435,14 @@ class RemoteStream(Stream):
             else:
                 self._open.append((number, future))
 
-    def _wait(self, future: Any) -> bool:
-        """Waits for a call; returns False if the stream is closed meanwhile."""
+    def _wait(self, future: Any, seconds: float | None) -> bool:
+        """Waits for a call; returns False if the stream closes or time is over."""
         self._wake.clear()
         if self.closed:  # Checked after the clear, which may undo its wake-up.
             return False
         future.add_callback(lambda _: self._wake.set())
         with self.waiting:
-            self._wake.wait()
+            self._wake.wait(seconds)
         return future.done()
 
 

@@ -165,6 +165,24 @@ class TestStream:
         with pytest.raises(StopIteration):
             next(stream)
 
+    def test_it_is_not_ready_before_the_batch_has_come(self):
+        client = FakeClient(held=["sample_batch_train"])
+        stream = RemoteStream(client, "train", ahead=1)
+        assert not stream.ready(0.001)
+        client.open[0].set_error(Disconnected("the server was restarted"))
+        assert not stream.ready(0.001)
+        client.open[2].set_result({"number": 0})
+        assert stream.ready(0.001)
+        assert next(stream) == {"number": 0}
+        assert [arguments for _, arguments in client.calls] == [(0,), (1,), (0,)]
+
+    def test_it_is_ready_for_an_error_and_never_after_the_end(self):
+        client = FakeClient(sample_batch_train=RuntimeError("broken"))
+        stream = RemoteStream(client, "train")
+        assert stream.ready()
+        stream.close()
+        assert not stream.ready()
+
     def test_what_a_restarted_replay_was_asked_for_is_asked_again(self):
         client = FakeClient(held=["sample_batch_train"])
         stream = RemoteStream(client, "train", ahead=2)
