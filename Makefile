@@ -2,8 +2,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null \
 	&& echo $$p && break; done)
 EXTRAS := dev,portal,view,wandb,onnx,video,atari,bsuite,crafter,dmc,envpool,memmaze,minigrid,mujoco,ray
 LOGDIR ?= logdir/demo
@@ -26,10 +26,11 @@ help: ## Show what there is to do
 venv: $(INSTALLED) ## Create .venv and install everything into it
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 was not found. Install it, or pass its path: make PYTHON=/path/to/python3.11"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.14 was not found. Install one of them, or pass its path: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Installing into $(VENV) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(VENV) || { echo "python -m venv failed. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@$(BIN)/python $(PIP_INSTALL) -e '.[$(EXTRAS)]'
+	@$(BIN)/python $(PIP_INSTALL) --no-deps dm_control  # From Python 3.13 on not in the extra.
 	@touch $(INSTALLED)
 
 wheel: $(WHEEL_INSTALLED) ## Build the package, and install it without extras into .venv-wheel

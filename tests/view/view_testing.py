@@ -129,7 +129,8 @@ def fetch(address, data=None, headers=None):
         with urllib.request.urlopen(request, timeout=4 * SECONDS) as reply:
             return reply.status, reply.headers, reply.read()
     except urllib.error.HTTPError as error:
-        return error.code, error.headers, error.read()
+        with error:
+            return error.code, error.headers, error.read()
 
 
 def ask(address, body=None):
