@@ -40,8 +40,10 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._open(_create_page())
-        weakref.finalize(self, os.close, self.fd)
+        fd = anonymous_file("progress")
+        weakref.finalize(self, os.close, fd)
+        os.ftruncate(fd, _PAGE_BYTES)
+        self._open(fd)
 
     @property
     def seen(self) -> float:
@@ -97,17 +99,12 @@ class Progress:
         return _attach, (self.fd,)
 
 
-def _create_page() -> int:
-    with contextlib.ExitStack() as undo:
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("progress")
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
-        undo.callback(os.close, fd)
-        os.ftruncate(fd, _PAGE_BYTES)
-        undo.pop_all()
-    return fd
+def anonymous_file(name: str) -> int:
+    """Returns the descriptor of a new file without a path; `name` is for debugging."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _attach(fd: int) -> Progress:

@@ -95,7 +95,7 @@ class Supervisor:
         self._events = queue.SimpleQueue()
         self._until: threading.Event | None = None
         self._began = 0.0
-        self._deadline = math.inf
+        self._deadline = math.inf  # Set by the first success, if that ends the run.
         self._started = False
         self._stopping = False
         self._leftover: set[Worker] = set()  # Threads that did not end in time.
@@ -151,25 +151,21 @@ class Supervisor:
             self.stop()
             raise
 
-    def run(
-        self, until: threading.Event | None = None, duration: float | None = None
-    ) -> None:
+    def run(self, until: threading.Event | None = None) -> None:
         """Supervises until the end of the run, then stops everything.
 
         The run ends when all workers have succeeded (see `first_ends`), when `until` is
-        set, after `duration`, on `stop`, by an error, or by an interrupt.
+        set, on `stop`, by an error, or by an interrupt.
 
         Args:
           until: ends the run when it is set. It is also set when the run ends
             otherwise, to tell threads among the workers to return.
-          duration: seconds from now; None or 0 for no limit.
 
         Raises:
           RunFailed: a worker failed more often than its policy allows, or a thread
             hangs.
           RunStalled: no worker made progress for `stall_timeout` seconds.
         """
-        self._deadline = time.monotonic() + duration if duration else math.inf
         self._until = until
         if until is not None:
             threading.Thread(

@@ -78,11 +78,6 @@ class Worker:
             raise RuntimeError(f"Worker '{self.name}' must be started before join.")
         return self._over.wait(timeout)
 
-    def check(self) -> None:
-        """Raises the worker's error, if there is one."""
-        if self._error is not None:
-            raise self._error
-
     def on_exit(self, callback: Callable[[Any], None]) -> None:
         """Calls `callback(worker)` once, after the worker has ended.
 
@@ -131,7 +126,6 @@ class Thread(Worker):
         with Thread(serve, stop_event) as thread:
           ...
           stop_event.set()    # Leaving the block waits for the thread.
-        thread.check()
 
     A thread cannot be stopped from outside: tell its function to return.
     """

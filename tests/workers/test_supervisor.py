@@ -25,6 +25,7 @@ from supervisor_testing import (
     make,
     read_pid,
     running,
+    set_after,
     status_of,
 )
 
@@ -164,20 +165,15 @@ class TestEnding:
                 assert restarts.get(timeout=WAIT) == ("again", None)
 
     def test_until_ends_the_run_and_is_set_by_its_end(self):
-        until = threading.Event()
         supervisor = Supervisor()
         supervisor.add("env-0", "env", make(wait_forever()), QUICK)
-        timer = threading.Timer(0.2, until.set)
-        timer.start()
-        supervisor.run(until)
-        timer.join()
+        supervisor.run(set_after(0.2))
         assert status_of(supervisor, "env-0").state == "ended"
         until = threading.Event()
-        supervisor = Supervisor()
+        supervisor = Supervisor(first_ends=True)
         supervisor.add("agent", "agent", lambda: Thread(until.wait), QUICK)
-        start = time.monotonic()
-        supervisor.run(until, duration=0.2)
-        assert 0.2 <= time.monotonic() - start < 4
+        supervisor.add("env-0", "env", make(print), QUICK)
+        supervisor.run(until)
         assert until.is_set()
         assert status_of(supervisor, "agent").state == "ended"
         wait_for(lambda: not any("until" in t.name for t in threading.enumerate()))
@@ -242,7 +238,7 @@ class TestEnding:
         release = threading.Event()
         supervisor = Supervisor(grace=0.1)
         supervisor.add("agent", "agent", lambda: Thread(release.wait), QUICK)
-        supervisor.run(duration=0.1)
+        supervisor.run(set_after(0.1))
         assert status_of(supervisor, "agent").state == "running"
         release.set()
 

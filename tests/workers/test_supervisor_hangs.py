@@ -23,6 +23,7 @@ from supervisor_testing import (
     read_pid,
     reporter,
     running,
+    set_after,
     status_of,
 )
 
@@ -160,13 +161,16 @@ class TestHangs:
                     progress.step()
                     time.sleep(0.02)
 
+            import threading
             progress = Progress()
             supervisor = Supervisor()
             supervisor.add(
                 "a", "env", lambda: Process(work, progress, fds=[progress.fd]),
                 RestartPolicy(restarts=0, hang=1.0), progress,
             )
-            supervisor.run(duration=5)
+            until = threading.Event()
+            threading.Timer(5, until.set).start()
+            supervisor.run(until)
             """,
         ) as script:
             pid = read_pid(script, "child")
@@ -228,4 +232,4 @@ class TestStall:
         supervisor = Supervisor(stall_timeout=0.3)
         supervisor.add("env-0", "env", lambda: Thread(print), QUICK, progress)
         supervisor.add("logger", "logger", make(wait_forever()), QUICK)
-        supervisor.run(duration=1.0)
+        supervisor.run(set_after(1.0))

@@ -243,7 +243,7 @@ class TestRestarts:
             assert made.wait(WAIT)
             supervisor.stop()
             release.set()
-        thread.check()
+        assert thread.error is None
         assert len(workers) == 2
         assert workers[1].started == start
         assert not workers[1].running
