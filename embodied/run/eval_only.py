@@ -25,6 +25,7 @@ from embodied.episodes import Episodes
 from embodied.logger.output import encode_video
 from embodied.run.collecting import Evaluator, MakeEnv, make_driver
 from embodied.run.console import STOPPING, stop_on_signals
+from embodied.run.live import plain
 from embodied.run.metrics import Meter
 from embodied.run.saving import load_agent
 from embodied.run.settings import RunSettings
@@ -126,17 +127,26 @@ def eval_only(
       CheckpointError: `from_checkpoint` is not given, or there is no checkpoint, or
         the results cannot be written.
     """
-    args = _read_settings(args)
+    args = RunSettings.from_args(args)
+    source = args.from_checkpoint
+    if not source:
+        raise CheckpointError(
+            "run.from_checkpoint: expected the logdir of a run to evaluate, got ''."
+        )
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(STOPPING))
         agent = make_agent()
-        step = _load(agent, args)
+        key = "logdir" if source == args.logdir else "run.from_checkpoint"
+        step = load_agent(agent, source, args.from_checkpoint_regex, key)
         logger = stack.enter_context(contextlib.closing(make_logger()))
         logger.step.load(step)
         amount = args.eval_eps
-        window = _open_window(stack, args)
+        window = None
+        if args.render:
+            window = stack.enter_context(contextlib.closing(Window("Evaluation")))
         driver = make_driver(make_env, 0, min(args.envs, amount), args)
-        driver.on_step(functools.partial(_show, window))
+        if window is not None:
+            driver.on_step(functools.partial(_show, window))
         episodes, videos = Episodes(timeout=0), dict[str, Array]()
         evaluator = stack.enter_context(
             Evaluator(agent, driver, amount, logger, episodes)
@@ -165,35 +175,14 @@ def eval_only(
     scores, lengths = evaluator.scores, evaluator.lengths
     result = Evaluation(step, tuple(scores), tuple(lengths), amount, evaluator.largest)
     print(result, flush=True)
-    paths = write_result(args.logdir, args.from_checkpoint, result, videos)
+    paths = write_result(args.logdir, source, result, videos)
     print(f"Written to {', '.join(paths)}", flush=True)
     return result
 
 
-def _load(agent: Agent, args: Any) -> int:
-    source, regex = args.from_checkpoint, args.from_checkpoint_regex
-    key = "logdir" if source == args.logdir else "run.from_checkpoint"
-    return load_agent(agent, source, regex, key)
-
-
-def _read_settings(args: Any) -> RunSettings:
-    settings = RunSettings.from_args(args)
-    if not settings.from_checkpoint:
-        raise CheckpointError(
-            "run.from_checkpoint: expected the logdir of a run to evaluate, got ''."
-        )
-    return settings
-
-
-def _open_window(stack: contextlib.ExitStack, args: Any) -> Window | None:
-    if not getattr(args, "render", False):
-        return None
-    return stack.enter_context(contextlib.closing(Window("Evaluation")))
-
-
-def _show(window: Window | None, transition: dict[str, Array], worker: int) -> None:
-    frame = pick_frame(transition) if window and worker == 0 else None
-    if window is not None and frame is not None:
+def _show(window: Window, transition: dict[str, Array], worker: int) -> None:
+    frame = pick_frame(transition) if worker == 0 else None
+    if frame is not None:
         window.show(frame)
 
 
@@ -222,22 +211,14 @@ def write_result(
         "step": result.step,
         "episodes": len(result.scores),
         "wanted": result.wanted,
-        "mean_score": _for_json(result.mean_score),
+        "mean_score": result.mean_score,
         "confidence": CONFIDENCE,
-        "interval": result.interval and [_for_json(x) for x in result.interval],
+        "interval": result.interval,
         "mean_length": statistics.fmean(result.lengths) if result.lengths else None,
-        "scores": [_for_json(score) for score in result.scores],
+        "scores": result.scores,
         "lengths": result.lengths,
-        "largest": {
-            key: [_for_json(value) for value in values]
-            for key, values in sorted(result.largest.items())
-        },
+        "largest": dict(sorted(result.largest.items())),
         "videos": sorted(names),
     }
-    write_file(logdir, f"{stem}.json", json.dumps(content).encode())
+    write_file(logdir, f"{stem}.json", json.dumps(plain(content)).encode())
     return [f"{logdir}/{name}" for name in (f"{stem}.json", *sorted(names))]
-
-
-def _for_json(value: float | None) -> float | None:
-    """Returns the value, or None if it is not finite, which JSON cannot hold."""
-    return value if value is not None and math.isfinite(value) else None

@@ -104,6 +104,11 @@ def record_run(logdir: str | os.PathLike[str], script: str) -> Iterator[None]:
         note_event(END, "The run has ended.")
 
 
+def logged_step(logger: Any) -> int:
+    """Returns the step as it is logged: times the environments' action repeat."""
+    return int(logger.step) * int(getattr(logger, "multiplier", 1))
+
+
 def process_info() -> dict[str, Any]:
     """Returns the host and the id of this process."""
     return {"host": socket.gethostname(), "pid": os.getpid()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import math
@@ -18,7 +17,7 @@ from embodied.logger import rewind
 from embodied.replay import Replay, limiters
 from embodied.run.collecting import Collector, Evaluator, MakeEnv
 from embodied.run.console import SAVING, show_messages, stop_on_signals
-from embodied.run.live import LIVE_SCORES, LiveFile, Rate, record_run
+from embodied.run.live import LiveFile, Rate, logged_step, record_run
 from embodied.run.metrics import Meter
 from embodied.run.saving import RunCheckpoint, write_config
 from embodied.run.settings import RunSettings
@@ -107,6 +106,7 @@ class TrainingRun:
     limit: Limit
     meter: Meter
     usage: Usage
+    rates: Mapping[str, Rate]  # For `live`.
 
     def over(self) -> bool:
         """Whether all steps are made and trained on, or the run was interrupted."""
@@ -201,14 +201,13 @@ class TrainingRun:
         )
 
     def live(self) -> dict[str, Any]:
-        """Returns step, score and counts so far, for `live.json`. Thread-safe."""
-        multiplier = int(getattr(self.logger, "multiplier", 1))
-        step = int(self.logger.step) * multiplier
+        """Returns steps, scores and rates, for `live.json`. Called by one thread."""
+        counts = {"env": self.collector.steps, "train": self.trainer.updates}
         return {
-            "step": step,
+            "step": logged_step(self.logger),
             "episodes": self.collector.episodes,
-            "score": next(iter(list(self.collector.scores)[-1:]), None),
-            "counts": {"env": self.collector.steps, "train": self.trainer.updates},
+            "scores": list(self.collector.history),
+            "rates": {name: self.rates[name](count) for name, count in counts.items()},
             "metrics": {"replay/items": len(self.replays[TRAIN_REPLAY])},
         }
 
@@ -294,29 +293,8 @@ def open_run(
             ),
             meter=Meter(),
             usage=Usage(settings.usage),
+            rates={"env": Rate(), "train": Rate()},
         )
-        stack.enter_context(LiveFile(settings.logdir, _with_history(run.live)))
+        stack.enter_context(LiveFile(settings.logdir, run.live))
         with checkpoint.saved_at_end(run.finish):
             yield run
-
-
-def _with_history(live: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """Adds rates, and the newest scores with the steps at which they appeared."""
-    rates = {name: Rate() for name in ("env", "train")}
-    scores: collections.deque[tuple[int, float]] = collections.deque(maxlen=LIVE_SCORES)
-    seen = 0
-
-    def collect() -> dict[str, Any]:
-        nonlocal seen
-        shown = live()
-        counts, score = shown.pop("counts"), shown.pop("score")
-        if shown["episodes"] > seen and score is not None:
-            seen = shown["episodes"]
-            scores.append((shown["step"], score))
-        return {
-            **shown,
-            "scores": list(scores),
-            "rates": {name: rate(counts[name]) for name, rate in rates.items()},
-        }
-
-    return collect

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +21,10 @@ from embodied.replay import ReplayMemoryError
 from embodied.rpc import Disconnected, RemoteError, Unanswered
 from embodied.run.parallel import wiring
 from embodied.run.parallel.carries import Slots, make_table
-from embodied.run.parallel.live_reports import report_hops
 from embodied.run.parallel.observations import ObservationCheck
 from embodied.run.parallel.owners import Owners, tell_absences
 from embodied.run.parallel.rendezvous import Rendezvous
+from embodied.run.parallel.reports import report_role
 from embodied.run.settings import RunSettings
 
 INFLIGHT = 4  # Batches that may wait for the replay, or the logger, to take them.
@@ -224,7 +223,7 @@ class Actor:
         slots, new = self._slots.find(ids)
         try:
             obs = {**obs, "is_first": obs["is_first"] | new}
-            return *self._table.step(slots, obs, mode, envids), new
+            return *self._table.policy_table(slots, obs, mode, envids), new
         finally:
             self._slots.done(slots)
 
@@ -288,7 +287,12 @@ class Actor:
         logger.warning("The logger did not count a batch: %s", error)
 
 
-def parallel_actor(agent: Agent, barrier: threading.Barrier, args: Any) -> None:
+def parallel_actor(
+    agent: Agent,
+    barrier: threading.Barrier,
+    args: Any,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
     """Serves `act` until the run is over.
 
     Args:
@@ -296,13 +300,13 @@ def parallel_actor(agent: Agent, barrier: threading.Barrier, args: Any) -> None:
       barrier: of two; see `Rendezvous`. Nothing is collected before the learner has
         restored the agent.
       args: the `run` block of the configuration and what belongs to it.
+      progress: called after every batch.
     """
     settings = RunSettings.from_args(args)
     wiring.check_addresses(settings, "actor_addr", "replay_addr", "logger_addr")
-    rendezvous = Rendezvous(barrier, "actor", "learner")
-    with rendezvous:
+    with Rendezvous(barrier, "actor", "learner") as rendezvous:
         if rendezvous.meet():
-            run_actor(agent, rendezvous, settings)
+            run_actor(agent, rendezvous, settings, progress)
 
 
 def run_actor(
@@ -350,12 +354,14 @@ def run_actor(
         server.bind("env_ids", owners.env_ids)
         left = threading.Event()
         roles = dict(zip(("the replay", "the logger"), clients))
-        with server, _report_hops(settings, actor, server, *clients):
+        ends = {
+            "server/actor": server,
+            "client/actor_replay": clients[0],
+            "client/actor_logger": clients[1],
+        }
+        counters = {"policy": lambda: actor.steps}
+        with server, report_role(settings, "actor", ends, counters, actor.stats):
             _start_thread(tell_absences, owners.absences, roles, left)
-            _start_thread(
-                wiring.tell_statistics,
-                *(clients[1], actor.stats, settings.log_every, left),
-            )
             if settings.remote_envs:
                 _start_thread(wait_for_envs, actor, settings)
             try:
@@ -373,17 +379,6 @@ def run_actor(
     finally:
         for client in clients:
             client.close()
-
-
-def _report_hops(
-    settings: RunSettings, actor: Actor, server: Any, replay: Any, log: Any
-) -> AbstractContextManager[None]:
-    ends = {
-        "server/actor": server,
-        "client/actor_replay": replay,
-        "client/actor_logger": log,
-    }
-    return report_hops(settings, "actor", ends, {"policy": lambda: actor.steps})
 
 
 def _start_thread(function: Callable[..., None], *arguments: Any) -> None:

@@ -19,10 +19,10 @@ from embodied.base import Agent
 from embodied.run.console import SAVING, show_messages, stop_on_signals
 from embodied.run.live import record_events, record_run
 from embodied.run.parallel import wiring
-from embodied.run.parallel.actor import run_actor
+from embodied.run.parallel.actor import parallel_actor
 from embodied.run.parallel.learner import run_learner
 from embodied.run.parallel.rendezvous import Rendezvous
-from embodied.run.parallel.replicas import join_replicas, watch_replicas
+from embodied.run.parallel.replicas import watch_replicas
 from embodied.run.parallel.stopping import StopTimeout
 from embodied.run.saving import write_config
 from embodied.run.settings import RunSettings
@@ -104,8 +104,8 @@ def run_agent(
         wiring.write_addresses(settings)
     barrier = threading.Barrier(2)
     step = progress.step if progress else lambda: None
-    actor = Thread(_act, agent, barrier, settings, step, name="actor")
-    learner = Thread(_learn, agent, barrier, settings, stop, step, name="learner")
+    actor = Thread(parallel_actor, agent, barrier, settings, step, name="actor")
+    learner = Thread(run_learner, agent, barrier, settings, stop, step, name="learner")
     if abandon is not None:
         threading.Thread(
             target=_abandon, args=(abandon, barrier), name="abandon", daemon=True
@@ -227,28 +227,3 @@ def _pass_on(
 def _abandon(abandon: threading.Event, barrier: threading.Barrier) -> None:
     abandon.wait()
     Rendezvous(barrier, "launcher", "agent").abandon()
-
-
-def _act(
-    agent: Agent,
-    barrier: threading.Barrier,
-    settings: RunSettings,
-    progress: Callable[[], None],
-) -> None:
-    with Rendezvous(barrier, "actor", "learner") as rendezvous:
-        if rendezvous.meet():
-            run_actor(agent, rendezvous, settings, progress)
-
-
-def _learn(
-    agent: Agent,
-    barrier: threading.Barrier,
-    settings: RunSettings,
-    stop: threading.Event,
-    progress: Callable[[], None],
-) -> None:
-    with (
-        Rendezvous(barrier, "learner", "actor") as rendezvous,
-        join_replicas(settings) as replicas,
-    ):
-        run_learner(agent, rendezvous, settings, stop, progress, replicas)

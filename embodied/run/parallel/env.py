@@ -22,9 +22,9 @@ from embodied.rpc import Disconnected, RemoteError
 from embodied.run.console import STOPPING, show_messages, stop_on_signals
 from embodied.run.live import record_events
 from embodied.run.parallel import wiring
-from embodied.run.parallel.env_usage import report_env_usage
 from embodied.run.parallel.observations import SAME_TASK, ObservationError
 from embodied.run.parallel.owners import worker_info
+from embodied.run.parallel.reports import report_workers
 from embodied.run.settings import RunSettings
 from embodied.workers import Process, Progress, RestartPolicy, Supervisor, WorkerError
 
@@ -283,7 +283,7 @@ def parallel_envs(
         )
         with supervisor:
             add_workers(supervisor, make_env, make_env_eval, settings, name)
-            with report_env_usage(supervisor, settings):
+            with report_workers(supervisor, settings):
                 supervisor.run(until=stop)
 
 

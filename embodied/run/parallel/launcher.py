@@ -18,8 +18,8 @@ from embodied.run.console import SAVING, show_messages, stop_on_signals
 from embodied.run.live import RESTART, record_run
 from embodied.run.parallel import agent, env, replay, wiring
 from embodied.run.parallel import logger as loggers
-from embodied.run.parallel.env_usage import report_env_usage
 from embodied.run.parallel.replicas import watch_replicas
+from embodied.run.parallel.reports import report_workers
 from embodied.run.parallel.stopping import StopDeadline, StopTimeout
 from embodied.run.settings import RunSettings
 from embodied.workers import (
@@ -132,7 +132,7 @@ def _run_roles(
             add_roles(supervisor, stop, done, progress)
             try:
                 with _bounded_stop(settings, stop, done, progress):
-                    with report_env_usage(supervisor, settings):
+                    with report_workers(supervisor, settings):
                         supervisor.run(until=done)
             except RunFailed as error:
                 _write_error(settings, error)
@@ -216,19 +216,20 @@ def _bounded_stop(
     Raises:
       StopTimeout: after the body, if that was the case.
     """
-    seconds, late = settings.stop_timeout + AGENT_FIRST, threading.Event()
+    late: list[StopTimeout] = []
 
-    def give_up() -> None:
-        late.set()
+    def give_up(error: StopTimeout) -> None:
+        late.append(error)
         done.set()
 
-    def stepped() -> float:
-        return progress.stepped
-
-    with StopDeadline(stop, settings.logdir, seconds, give_up, stepped):
+    with StopDeadline(
+        *(stop, settings.logdir, settings.stop_timeout + AGENT_FIRST, give_up),
+        awaited=lambda: "the agent",
+        progress=lambda: progress.stepped,
+    ):
         yield
-    if late.is_set():
-        raise StopTimeout.after(seconds, settings.logdir, "the agent")
+    if late:
+        raise late[0]
 
 
 def _save_first(stop: threading.Event, done: threading.Event, error: RunFailed) -> None:

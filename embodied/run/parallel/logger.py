@@ -24,6 +24,7 @@ from embodied.run.live import (
     LIVE_SCORES,
     LiveFile,
     Rate,
+    logged_step,
     note_event,
     record_events,
 )
@@ -155,7 +156,7 @@ class LoggerRole:
                 self._logger.add(episode)
                 if SCORE in episode:
                     self._finished += 1
-                    self._scores.append((self._logged_step(), episode[SCORE]))
+                    self._scores.append((logged_step(self._logger), episode[SCORE]))
             self._write_if_due()
             return int(self._logger.step)
 
@@ -195,7 +196,7 @@ class LoggerRole:
             for role in told:
                 rates |= role["rates"]
             return {
-                "step": self._logged_step(),
+                "step": logged_step(self._logger),
                 "rates": rates,
                 "hops": {name: hop for x in told for name, hop in x["hops"].items()},
                 "episodes": self._finished,
@@ -248,9 +249,6 @@ class LoggerRole:
         with self._lock:
             self._write()
             self._logger.close()
-
-    def _logged_step(self) -> int:
-        return int(self._logger.step) * int(getattr(self._logger, "multiplier", 1))
 
     def _write_if_due(self) -> None:
         if self._should_write():

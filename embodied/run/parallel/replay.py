@@ -1,8 +1,8 @@
 """The replay role: stores transitions and samples batches. Replay process.
 
 Threads of the server: one each to store, to sample for training, for reports and for
-evaluation, to refresh latents, to take back updates, and to save. The thread that runs
-`serve` sends statistics.
+evaluation, to refresh latents, to take back updates, and to save. Another thread sends
+statistics.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from embodied.run.console import show_messages, stop_on_signals
 from embodied.run.live import record_events
 from embodied.run.parallel import wiring
 from embodied.run.parallel.conductor import RoleCheckpoint
+from embodied.run.parallel.reports import metrics_clock, tell_logger
 from embodied.run.saving import load_files
 from embodied.run.settings import RunSettings
 from embodied.run.training_run import EVAL_REPLAY, LIMITER, TRAIN_REPLAY, make_limiter
@@ -319,19 +320,21 @@ def serve(role: ReplayRole, settings: RunSettings, stop: threading.Event) -> Non
     server.bind("save", save, workers=1)
     server.bind("discard", checkpoint.discard)
     usage = Usage(settings.usage, accelerator=False)
-    with wiring.make_client(settings.logger_addr, "replay-logger", settings) as log:
+    should_log = metrics_clock(settings)
 
-        def stats() -> dict[str, Any]:
-            return {
+    def tell(log: Any) -> Iterator[Any]:
+        if should_log():
+            metrics = {
                 **role.stats(),
                 **dict(wiring.prefixed("server/replay", server.stats())),
                 **dict(wiring.prefixed("client/replay_logger", log.stats())),
                 **dict(wiring.prefixed("usage/replay", usage.result())),
             }
+            yield log.add(metrics)
 
-        with server:
-            wiring.tell_statistics(log, stats, settings.log_every, stop)
-            role.close()
+    with server, tell_logger(settings, "replay-logger", tell):
+        stop.wait()
+        role.close()
 
 
 def _take(steps: dict[str, Array], rows: np.ndarray, count: int) -> dict[str, Array]:

@@ -270,35 +270,6 @@ def prefixed(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield f"{prefix}/{name}", value
 
 
-def tell_statistics(
-    log: Any,
-    stats: Callable[[], dict[str, Any]],
-    every: float,
-    stop: threading.Event,
-) -> None:
-    """Sends statistics of a role to the logger until `stop` is set.
-
-    Args:
-      log: client of the logger. While the logger is away, nothing is sent.
-      stats: returns the statistics since the last call.
-      every: seconds between two calls, at least one; 0 for never.
-      stop: ends the loop.
-    """
-    results = PendingCalls(
-        lambda _, error: logger.warning("The logger took no statistics: %s", error)
-    )
-    while not stop.wait(max(1.0, every) if every else None):
-        results.check()
-        # Not while the last ones are open: nobody should wait for a logger here.
-        if not (results.all_done and log.connected):
-            continue
-        try:
-            results.add(log.add(stats()))
-        except rpc.Disconnected:
-            if not stop.is_set():
-                raise
-
-
 def security(settings: RunSettings, kind: str) -> dict[str, Any]:
     """Returns the security arguments of servers and clients of a transport."""
     if kind == "portal":  # It has no keys.
