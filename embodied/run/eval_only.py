@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -31,7 +30,7 @@ from embodied.run.saving import load_agent
 from embodied.run.settings import RunSettings
 from embodied.run.training_run import Limit
 from embodied.run.usage import Usage
-from embodied.run.viewer import Window, pick_frame
+from embodied.run.viewer import Window
 
 FOLDER = "eval"  # In the logdir.
 CONFIDENCE = 0.95
@@ -114,8 +113,7 @@ def eval_only(
     images. With `args.render` a window shows that environment.
 
     Args:
-      make_agent: makes the agent, of which only `load`, `init_policy` and `policy`
-        are used.
+      make_agent: makes the agent, of which only `load` and the policy are used.
       make_env: makes the environment of an id.
       make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
       args: the `run` block of the configuration, and sizes of batches.
@@ -127,30 +125,22 @@ def eval_only(
       CheckpointError: `from_checkpoint` is not given, or there is no checkpoint, or
         the results cannot be written.
     """
-    args = RunSettings.from_args(args)
-    source = args.from_checkpoint
-    if not source:
-        raise CheckpointError(
-            "run.from_checkpoint: expected the logdir of a run to evaluate, got ''."
-        )
+    args = _read_settings(args)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(STOPPING))
         agent = make_agent()
-        key = "logdir" if source == args.logdir else "run.from_checkpoint"
-        step = load_agent(agent, source, args.from_checkpoint_regex, key)
+        step = _load(agent, args)
         logger = stack.enter_context(contextlib.closing(make_logger()))
         logger.step.load(step)
         amount = args.eval_eps
-        window = None
-        if args.render:
-            window = stack.enter_context(contextlib.closing(Window("Evaluation")))
         driver = make_driver(make_env, 0, min(args.envs, amount), args)
-        if window is not None:
-            driver.on_step(functools.partial(_show, window))
         episodes, videos = Episodes(timeout=0), dict[str, Array]()
         evaluator = stack.enter_context(
             Evaluator(agent, driver, amount, logger, episodes)
         )
+        if args.render:
+            window = stack.enter_context(contextlib.closing(Window("Evaluation")))
+            driver.on_step(window.show_step)
         limit = Limit(lambda: evaluator.steps, args.steps, args.duration, stop)
         meter, usage = Meter(), Usage(args.usage)
         should_log = LocalClock(args.log_every)
@@ -175,15 +165,24 @@ def eval_only(
     scores, lengths = evaluator.scores, evaluator.lengths
     result = Evaluation(step, tuple(scores), tuple(lengths), amount, evaluator.largest)
     print(result, flush=True)
-    paths = write_result(args.logdir, source, result, videos)
+    paths = write_result(args.logdir, args.from_checkpoint, result, videos)
     print(f"Written to {', '.join(paths)}", flush=True)
     return result
 
 
-def _show(window: Window, transition: dict[str, Array], worker: int) -> None:
-    frame = pick_frame(transition) if worker == 0 else None
-    if frame is not None:
-        window.show(frame)
+def _load(agent: Agent, args: RunSettings) -> int:
+    source, regex = args.from_checkpoint, args.from_checkpoint_regex
+    key = "logdir" if source == args.logdir else "run.from_checkpoint"
+    return load_agent(agent, source, regex, key)
+
+
+def _read_settings(args: Any) -> RunSettings:
+    settings = RunSettings.from_args(args)
+    if not settings.from_checkpoint:
+        raise CheckpointError(
+            "run.from_checkpoint: expected the logdir of a run to evaluate, got ''."
+        )
+    return settings
 
 
 def write_result(

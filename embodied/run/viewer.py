@@ -55,6 +55,12 @@ class Window:
         self._label.configure(image=self._picture)
         self._root.update()
 
+    def show_step(self, transition: dict[str, Any], worker: int) -> None:
+        """Shows a step of the first environment, if it has an image."""
+        frame = pick_frame(transition) if worker == 0 else None
+        if frame is not None:
+            self.show(frame)
+
     def close(self) -> None:
         """Closes the window. May be called more than once."""
         if self._open:

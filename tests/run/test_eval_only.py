@@ -155,7 +155,7 @@ def test_a_video_of_an_episode_is_written_by_key(
                 assert abs(int(pixels[2, 2, 0]) - 100) < 8, "the second episode"
 
 
-class Screen:
+class Screen(viewer.Window):
     """Stands in for a window."""
 
     def __init__(self, title):

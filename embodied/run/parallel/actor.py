@@ -190,9 +190,9 @@ class Actor:
             "timer/actor/policy": self._busy.share(),
             "timer/actor/held_back": self._blocked.share(),
             "parallel/policy_on_cpu": getattr(self._agent, "platform", "") == "cpu",
-            **dict(wiring.prefixed("server/actor", self._server_stats())),
-            **dict(wiring.prefixed("client/actor_replay", self._replay.stats())),
-            **dict(wiring.prefixed("client/actor_logger", self._logger.stats())),
+            **wiring.prefixed("server/actor", self._server_stats()),
+            **wiring.prefixed("client/actor_replay", self._replay.stats()),
+            **wiring.prefixed("client/actor_logger", self._logger.stats()),
         }
 
     def _publish(self, transitions: Transitions) -> None:
@@ -250,7 +250,7 @@ class Actor:
         return actions, outputs, np.concatenate([part[2] for part in parts])
 
     def _film(self, transitions: Transitions) -> dict[str, Any]:
-        """Returns the images of the envs that are being filmed."""
+        """Returns the images of the env that is being filmed."""
         is_eval = bool(transitions.is_eval[0])
         lowest = int(transitions.envid.min())
         with self._lock:
@@ -261,7 +261,7 @@ class Actor:
         if not len(rows):
             return {}
         images = {
-            key: np.asarray(value)[rows[-1:]]
+            key: np.asarray(value)[rows[-1]]
             for key, value in transitions.stored.items()
             if value.dtype == np.uint8
             and value.ndim == 4
@@ -269,7 +269,7 @@ class Actor:
         }
         if not images:
             return {}
-        return {"images": images, "image_envid": np.array([filmed], np.int32)}
+        return {"images": images, "image_envid": filmed}
 
     def _not_stored(self, batch: tuple[list[int], int], error: Exception) -> None:
         if isinstance(error, RemoteError) and error.type == ReplayMemoryError.__name__:

@@ -32,7 +32,8 @@ from embodied.workers.thread import Worker
 
 GRACE = 10.0  # Seconds for roles to end after the agent.
 LEAVE_SECONDS = 30.0  # For the actor to end after the learner.
-ABANDON_SECONDS = 3.0  # For both to end once the run is abandoned.
+ABANDON_SECONDS = 3.0  # For each to end once the run is abandoned.
+LOOK_SECONDS = 0.5  # Until it is noticed that the run is abandoned.
 # Names of errors that an agent would only raise again if its process were restarted.
 _FINAL = ("ConfigError", "DiskTooSmallError", "ReplayMemoryError", "SetupError")
 LIMITS = dict.fromkeys((*_FINAL, StopTimeout.__name__), 0)
@@ -106,16 +107,15 @@ def run_agent(
     step = progress.step if progress else lambda: None
     actor = Thread(parallel_actor, agent, barrier, settings, step, name="actor")
     learner = Thread(run_learner, agent, barrier, settings, stop, step, name="learner")
-    if abandon is not None:
-        threading.Thread(
-            target=_abandon, args=(abandon, barrier), name="abandon", daemon=True
-        ).start()
     actor.start()
     learner.start()
     rendezvous = Rendezvous(barrier, "agent", "launcher")
-    while not learner.join(ABANDON_SECONDS):
-        if rendezvous.abandoned:
-            break  # It may wait for a silent role until the process ends.
+    while not (learner.join(LOOK_SECONDS) or rendezvous.abandoned):
+        if abandon is not None and abandon.is_set():
+            rendezvous.abandon()
+    if rendezvous.abandoned:
+        # Not for longer: it may wait for a silent role until the process ends.
+        learner.join(ABANDON_SECONDS)
     actor.join(ABANDON_SECONDS if rendezvous.abandoned else LEAVE_SECONDS)
     failure = rendezvous.failure
     if failure is not None:
@@ -222,8 +222,3 @@ def _pass_on(
         done.set()  # It has failed and was not restarted yet: nothing to save.
     else:
         os.kill(pid, STOP)
-
-
-def _abandon(abandon: threading.Event, barrier: threading.Barrier) -> None:
-    abandon.wait()
-    Rendezvous(barrier, "launcher", "agent").abandon()

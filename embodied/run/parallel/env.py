@@ -54,7 +54,7 @@ class EnvGroup:
         make_env: MakeEnv,
         envids: Sequence[int],
         is_eval: bool,
-        progress: Progress | None = None,
+        progress: Progress,
     ):
         self.envids = list(envids)
         self.rows = len(envids)
@@ -70,7 +70,7 @@ class EnvGroup:
         try:
             for envid in [] if self._batch else envids:
                 self._envs.append(make_env(envid))
-                self._report()
+                self._progress.step()
         except BaseException:
             self.close()
             raise
@@ -95,7 +95,7 @@ class EnvGroup:
         """
         if self._batch is not None:
             obs = self._batch.step(self.actions)
-            self._report()
+            self._progress.step()
             if self.rows == 1:
                 return {key: obs[key][0] for key in self._dtypes} | self._mark
             return {key: obs[key] for key in self._dtypes} | self._marks
@@ -103,7 +103,7 @@ class EnvGroup:
         for index, env in enumerate(self._envs):
             action = {key: value[index] for key, value in self.actions.items()}
             rows.append(env.step(action))
-            self._report()
+            self._progress.step()
         dtypes = self._dtypes.items()
         if self.rows == 1:  # Unbatched, as any client would send it.
             obs = {key: np.asarray(rows[0][key], dtype) for key, dtype in dtypes}
@@ -118,10 +118,6 @@ class EnvGroup:
         """Closes the environments."""
         for env in [self._batch] if self._batch else self._envs:
             env.close()
-
-    def _report(self) -> None:
-        if self._progress is not None:
-            self._progress.step()
 
 
 class EnvWorker:
@@ -138,7 +134,7 @@ class EnvWorker:
         self,
         groups: Sequence[EnvGroup],
         client: Any,
-        progress: Progress | None = None,
+        progress: Progress,
         beat: float = 0.0,
     ):
         self._client = client
@@ -184,8 +180,6 @@ class EnvWorker:
 
     def _wait(self, future: Any) -> None:
         """Waits for the actor, for as long as it takes."""
-        if self._progress is None:
-            return
         with self._progress.waiting(watched=self._beat > 0):
             while not future.wait(self._beat or None):
                 self._progress.alive()
@@ -202,9 +196,7 @@ def parallel_env(
       args: the `run` block of the configuration and what belongs to it.
       is_eval: whether it evaluates.
     """
-    settings = RunSettings.from_args(args)
-    with show_messages():
-        run_worker(make_env, [envid], settings, is_eval)
+    run_worker(make_env, [envid], RunSettings.from_args(args), is_eval)
 
 
 def run_worker(
@@ -220,11 +212,16 @@ def run_worker(
     `supervisor` is the name of the supervisor that restarts it, if any; see `Owners`.
     """
     wiring.check_addresses(settings, "actor_addr")
-    make_env = wiring.load_factory(make_env)
-    name = worker_name(envids)
+    name, progress = worker_name(envids), progress or Progress()
     middle = (len(envids) + 1) // 2
     parts = [ids for ids in (envids[:middle], envids[middle:]) if len(ids)]
-    with no_exit(), contextlib.ExitStack() as stack:
+    with (
+        show_messages(),
+        record_events(settings.logdir),
+        no_exit(),
+        contextlib.ExitStack() as stack,
+    ):
+        make_env = wiring.load_factory(make_env)
         groups = []
         for ids in parts:
             groups.append(EnvGroup(make_env, ids, is_eval, progress))
@@ -239,8 +236,8 @@ def run_worker(
                 info=worker_info(envids, supervisor),
             )
         )
-        with progress.waiting() if progress else contextlib.nullcontext():
-            first = settings.env_offset in envids or progress is None
+        with progress.waiting():
+            first = settings.env_offset in envids or not supervisor
             wiring.connect(client, name, "actor", lambda: False, quiet=not first)
         # Often enough to notice that a worker was stopped while it waits.
         worker = EnvWorker(groups, client, progress, beat=settings.env_timeout / 4)
@@ -314,7 +311,12 @@ def add_workers(
                 worker_name(ids),
                 "env",
                 functools.partial(
-                    _make_worker, make, ids, settings, is_eval, progress, name
+                    Process,
+                    run_worker,
+                    *(make, ids, settings, is_eval, progress, name),
+                    name=worker_name(ids),
+                    fds=[progress.fd],
+                    shielded=True,
                 ),
                 RestartPolicy(
                     settings.restarts["env"], hang=settings.env_timeout, limits=LIMITS
@@ -334,27 +336,3 @@ def worker_name(envids: Sequence[int]) -> str:
     """Returns the name of a worker: env-3, or env-0-7."""
     first, last = envids[0], envids[-1]
     return f"env-{first}" if first == last else f"env-{first}-{last}"
-
-
-def _make_worker(
-    make_env: bytes | MakeEnv,
-    envids: list[int],
-    settings: RunSettings,
-    is_eval: bool,
-    progress: Progress,
-    supervisor: str,
-) -> Process:
-    return Process(
-        _worker_process,
-        *(make_env, envids, settings, is_eval, progress, supervisor),
-        name=worker_name(envids),
-        fds=[progress.fd],
-        shielded=True,
-    )
-
-
-def _worker_process(
-    make_env: bytes, envids: list[int], settings: RunSettings, *arguments: Any
-) -> None:
-    with show_messages(), record_events(settings.logdir):
-        run_worker(make_env, envids, settings, *arguments)

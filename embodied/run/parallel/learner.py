@@ -106,7 +106,7 @@ class Learner:
         finally:
             for part in (stream, batches):
                 getattr(part, "close", lambda: None)()
-        self._send(dict(wiring.prefixed(source, means.result())))
+        self._send(wiring.prefixed(source, means.result()))
 
     def log(self) -> None:
         """Sends metrics since the last call to the logger."""
@@ -116,16 +116,16 @@ class Learner:
         batch = self._settings.batch_size * self._settings.batch_length
         self._send(
             {
-                **dict(wiring.prefixed("train", self._means.result())),
+                **wiring.prefixed("train", self._means.result()),
                 **({"fps/train": rate * batch} if rate else {}),
                 UPDATES: self.updates,
                 "parallel/updates_per_second": rate,
                 "timer/learner/wait": self._waiting.share(),
                 "timer/learner/train": self._training.share(),
                 **self._stream_stats(),
-                **dict(wiring.prefixed("client/learner_replay", self._replay.stats())),
-                **dict(wiring.prefixed("client/learner_logger", self._logger.stats())),
-                **dict(wiring.prefixed("usage/agent", self._usage.result())),
+                **wiring.prefixed("client/learner_replay", self._replay.stats()),
+                **wiring.prefixed("client/learner_logger", self._logger.stats()),
+                **wiring.prefixed("usage/agent", self._usage.result()),
             }
         )
 
@@ -200,13 +200,7 @@ def _learn(
 ) -> bool:
     """Connects, restores the agent and trains; returns False if the run is over before.
 
-    Args:
-      agent: shared with the actor.
-      rendezvous: the learner's side of the barrier.
-      replicas: the hosts of the run, which train, save and end together.
-      settings: see `parallel_learner`.
-      stop: see `run_learner`.
-      progress: see there.
+    The replicas, the hosts of the run, train, save and end together.
     """
     with contextlib.ExitStack() as stack:
 
@@ -407,7 +401,7 @@ class RemoteStream(Stream):
         """Returns metrics of the connection and of waits, since the last call."""
         return {
             "timer/learner/stream_wait": self._waiting.share(),
-            **dict(wiring.prefixed("client/learner_samples", self._client.stats())),
+            **wiring.prefixed("client/learner_samples", self._client.stats()),
         }
 
     def save(self) -> Tree:

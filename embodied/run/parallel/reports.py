@@ -149,7 +149,7 @@ def report_workers(supervisor: Supervisor, settings: RunSettings) -> Iterator[No
                 "workers": sum(worker.pid is not None for worker in workers),
                 "restarts": sum(worker.restarts for worker in workers),
             }
-            yield client.add(dict(wiring.prefixed("usage/env", metrics)))
+            yield client.add(wiring.prefixed("usage/env", metrics))
 
     with tell_logger(settings, "env-usage", tell):
         yield
