@@ -114,12 +114,11 @@ class Evaluator:
 
     The number per environment is fixed, because the first episodes to finish out of
     many are the short ones. If an environment has played its episodes before the
-    others, its further ones do not count. A context manager, which closes the
-    environments.
+    others, its further ones do not count.
 
     Args:
       agent: acts in mode 'eval'.
-      driver: driver of the environments; the evaluator closes it.
+      driver: driver of the environments.
       amount: number of episodes in all, spread over the environments.
       logger: gets score and length of every episode.
       episodes: gets the steps for the statistics.
@@ -151,12 +150,6 @@ class Evaluator:
         # Largest values so far in the current episode, by environment.
         self._running: list[dict[str, float]] = [{} for _ in range(len(driver))]
         driver.on_step(self._add)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._driver.close()
 
     @property
     def done(self) -> bool:

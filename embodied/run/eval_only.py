@@ -17,7 +17,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from embodied.base import Agent, Array
+import numpy as np
+
+from embodied.base import Agent, Array, TaskError
 from embodied.checkpoint import CheckpointError, write_file
 from embodied.clock import LocalClock
 from embodied.episodes import Episodes
@@ -30,11 +32,11 @@ from embodied.run.saving import load_agent
 from embodied.run.settings import RunSettings
 from embodied.run.training_run import Limit
 from embodied.run.usage import Usage
-from embodied.run.viewer import Window
 
 FOLDER = "eval"  # In the logdir.
 CONFIDENCE = 0.95
 VIDEO_FPS = 15
+SMALLEST = 320  # Pixels of a window's shorter side; smaller frames are enlarged.
 VIDEO = "eval_epstats/policy_"  # Prefix of the names of videos among the metrics.
 
 
@@ -133,11 +135,10 @@ def eval_only(
         logger = stack.enter_context(contextlib.closing(make_logger()))
         logger.step.load(step)
         amount = args.eval_eps
-        driver = make_driver(make_env, 0, min(args.envs, amount), args)
+        envs = min(args.envs, amount)
+        driver = stack.enter_context(make_driver(make_env, 0, envs, args))
         episodes, videos = Episodes(timeout=0), dict[str, Array]()
-        evaluator = stack.enter_context(
-            Evaluator(agent, driver, amount, logger, episodes)
-        )
+        evaluator = Evaluator(agent, driver, amount, logger, episodes)
         if args.render:
             window = stack.enter_context(contextlib.closing(Window("Evaluation")))
             driver.on_step(window.show_step)
@@ -221,3 +222,82 @@ def write_result(
     }
     write_file(logdir, f"{stem}.json", json.dumps(plain(content)).encode())
     return [f"{logdir}/{name}" for name in (f"{stem}.json", *sorted(names))]
+
+
+class WindowError(TaskError):
+    """No window can be opened; the message says what to do."""
+
+
+class Window:
+    """Shows frames, one after the other, until it is closed.
+
+    Raises:
+      WindowError: there is no display, or no package to draw on it.
+    """
+
+    def __init__(self, title: str):
+        try:
+            import tkinter
+
+            self._root: Any = tkinter.Tk()
+        except (ImportError, RuntimeError) as error:
+            raise self._error(error) from error
+        except Exception as error:
+            if type(error).__name__ != "TclError":  # Its module may be missing.
+                raise
+            raise self._error(error) from error
+        self._root.title(title)
+        self._label = tkinter.Label(self._root)
+        self._label.pack()
+        self._open = True
+        self._root.protocol("WM_DELETE_WINDOW", self.close)
+
+    def show(self, frame: np.ndarray) -> None:
+        """Shows a frame [H, W, C] uint8, of 1 or 3 channels, unless closed."""
+        if not self._open:
+            return
+        from PIL import Image, ImageTk
+
+        image = Image.fromarray(frame[..., 0] if frame.shape[2] == 1 else frame)
+        factor = -(-SMALLEST // min(image.size))
+        if factor > 1:
+            size = (image.width * factor, image.height * factor)
+            image = image.resize(size, Image.Resampling.NEAREST)
+        self._picture = ImageTk.PhotoImage(image, master=self._root)
+        self._label.configure(image=self._picture)
+        self._root.update()
+
+    def show_step(self, transition: dict[str, Any], worker: int) -> None:
+        """Shows a step of the first environment, if it has an image."""
+        frame = pick_frame(transition) if worker == 0 else None
+        if frame is not None:
+            self.show(frame)
+
+    def close(self) -> None:
+        """Closes the window. May be called more than once."""
+        if self._open:
+            self._open = False
+            with contextlib.suppress(Exception):  # The display may be gone.
+                self._root.destroy()
+
+    @staticmethod
+    def _error(error: Exception) -> WindowError:
+        return WindowError(
+            f"run.render: expected a display to open a window on, got none ({error}). "
+            "Without one, look at the video that eval_only writes."
+        )
+
+
+def pick_frame(transition: dict[str, Any]) -> np.ndarray | None:
+    """Returns the frame to show: `log/frame`, else the first image, else None."""
+    images = {
+        key: value
+        for key, value in transition.items()
+        if isinstance(value, np.ndarray)
+        and value.dtype == np.uint8
+        and value.ndim == 3
+        and value.shape[2] in (1, 3)
+    }
+    if not images:
+        return None
+    return images.get("log/frame", next(iter(images.values())))

@@ -83,14 +83,11 @@ def train_eval(
         make_agent, replays, make_env_train, make_stream, make_logger, args
     ) as run:
         envs, eval_envs = run.settings.envs, run.settings.eval_envs
-        with Evaluator(
-            run.agent,
-            make_driver(make_env_eval, envs, eval_envs, run.settings),
-            run.settings.eval_eps,
-            run.logger,
-            run.episodes,
-            run.replays[EVAL_REPLAY],
-        ) as evaluator:
+        with make_driver(make_env_eval, envs, eval_envs, run.settings) as driver:
+            evaluator = Evaluator(
+                *(run.agent, driver, run.settings.eval_eps),
+                *(run.logger, run.episodes, run.replays[EVAL_REPLAY]),
+            )
             _loop(run, evaluator)
     return run.result()
 

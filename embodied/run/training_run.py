@@ -136,9 +136,7 @@ class TrainingRun:
                 self.agent, make_env, replay, self.logger, self.episodes, settings
             )
         )
-        self.trainer = stack.enter_context(
-            Trainer(self.agent, replay, make_stream, settings)
-        )
+        self.trainer = Trainer(self.agent, replay, make_stream, settings, stack)
         self.limit = Limit(lambda: int(step), settings.steps, settings.duration, stop)
         self.meter = Meter()
         self.usage = Usage(settings.usage)

@@ -84,7 +84,7 @@ class Actor:
         progress: Callable[[], None] = lambda: None,
     ):
         self.over = False  # Once set, calls of workers raise RunOver.
-        self.closing = False  # Once set, connections may be closed.
+        self.closing = threading.Event()  # Once set, connections may be closed.
         self.asked = threading.Event()  # Set when the first worker asks for actions.
         # Whether an env belongs to a worker that begins new episodes when told to.
         self.owns: Callable[[int], bool] = lambda envid: False
@@ -161,7 +161,7 @@ class Actor:
         try:
             self._publish(transitions)
         except Disconnected:
-            if not (self.over or self.closing):
+            if not (self.over or self.closing.is_set()):
                 raise
 
     def free(self, envids: list[int]) -> None:
@@ -352,7 +352,6 @@ def run_actor(
             group="is_eval",
         )
         server.bind("env_ids", owners.env_ids)
-        left = threading.Event()
         roles = dict(zip(("the replay", "the logger"), clients))
         ends = {
             "server/actor": server,
@@ -361,7 +360,7 @@ def run_actor(
         }
         counters = {"policy": lambda: actor.steps}
         with server, report_role(settings, "actor", ends, counters, actor.stats):
-            _start_thread(tell_absences, owners.absences, roles, left)
+            _start_thread(tell_absences, owners.absences, roles, actor.closing)
             if settings.remote_envs:
                 _start_thread(wait_for_envs, actor, settings)
             try:
@@ -369,8 +368,7 @@ def run_actor(
                 # Not after a failure: then workers wait until the agent is restarted.
                 actor.over = True
             finally:
-                actor.closing = True
-                left.set()
+                actor.closing.set()
                 # First, since workers would wait for as long as the replay is full.
                 for client in clients:
                     client.close()
@@ -405,7 +403,7 @@ def wait_for_envs(actor: Actor, settings: RunSettings) -> None:
             command,
         )
 
-    wiring.wait_until(actor.asked.wait, tell, lambda: actor.closing)
+    wiring.wait_until(actor.asked.wait, tell, actor.closing.is_set)
 
 
 def _wait_for_goodbyes(server: Any) -> None:

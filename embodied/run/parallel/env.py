@@ -11,7 +11,7 @@ import functools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from embodied.base import BatchEnv, Env
 from embodied.driver import no_exit
 from embodied.rpc import Disconnected, RemoteError
+from embodied.run.collecting import MakeEnv
 from embodied.run.console import STOPPING, show_messages, stop_on_signals
 from embodied.run.live import record_events
 from embodied.run.parallel import wiring
@@ -28,7 +29,6 @@ from embodied.run.parallel.reports import report_workers
 from embodied.run.settings import RunSettings
 from embodied.workers import Process, Progress, RestartPolicy, Supervisor, WorkerError
 
-MakeEnv = Callable[[int], Env]
 RUN_OVER = "RunOver"  # Type of the actor's answer after the end of the run.
 
 # Restarts after errors that a new worker would most likely raise again. Environments

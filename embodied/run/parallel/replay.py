@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.base import Array, Stream, Tree
+from embodied.base import Array, Tree
 from embodied.clock import LocalClock
 from embodied.replay import Replay, ReplayCut
 from embodied.rpc import Unanswered
@@ -26,6 +26,7 @@ from embodied.run.parallel.conductor import RoleCheckpoint
 from embodied.run.parallel.reports import metrics_clock, tell_logger
 from embodied.run.saving import load_files
 from embodied.run.settings import RunSettings
+from embodied.run.trainer import MakeStream
 from embodied.run.training_run import EVAL_REPLAY, LIMITER, TRAIN_REPLAY, make_limiter
 from embodied.run.usage import Usage
 
@@ -35,7 +36,6 @@ SMALLEST_FILLING = 10.0  # Seconds between notes on how full the replay is.
 logger = logging.getLogger("embodied.run")
 
 MakeReplay = Callable[[], Replay]
-MakeStream = Callable[[Replay, str], Stream]
 
 
 class ReplayRole:
