@@ -208,16 +208,12 @@ def write_result(
         write_file(logdir, names[-1], encoded)
     content = {
         "checkpoint": str(source),
-        "step": result.step,
+        **dataclasses.asdict(result),  # `step`, `scores`, `lengths`, and so on.
         "episodes": len(result.scores),
-        "wanted": result.wanted,
         "mean_score": result.mean_score,
         "confidence": CONFIDENCE,
         "interval": result.interval,
         "mean_length": statistics.fmean(result.lengths) if result.lengths else None,
-        "scores": result.scores,
-        "lengths": result.lengths,
-        "largest": dict(sorted(result.largest.items())),
         "videos": sorted(names),
     }
     write_file(logdir, f"{stem}.json", json.dumps(plain(content)).encode())

@@ -109,15 +109,8 @@ def anonymous_file(name: str) -> int:
 
 def _attach(fd: int) -> Progress:
     """Returns the Progress at a descriptor that was inherited from another process."""
-    try:
-        size = os.fstat(fd).st_size
-    except OSError:
-        size = -1
-    if size != _PAGE_BYTES:
-        raise ValueError(
-            f"Progress expected its shared memory at descriptor {fd}, but did not find "
-            "it. Pass it on: Process(..., progress, fds=[progress.fd])."
-        )
+    # Otherwise it was not passed on: Process(..., progress, fds=[progress.fd]).
+    assert os.fstat(fd).st_size == _PAGE_BYTES, fd
     progress = Progress.__new__(Progress)
     progress._open(fd)  # Stays open: this process may pass it on.
     return progress

@@ -282,11 +282,11 @@ class TestErrors:
         assert process.join(WAIT)
         assert "ValueError: first" in str(process.error)
 
-    def test_misuse_says_what_to_do(self):
+    def test_it_starts_once_and_is_joined_after_that(self):
         process = Process(wait_forever(), name="env-3")
-        with pytest.raises(RuntimeError, match="'env-3' must be started"):
+        with pytest.raises(AssertionError, match="'env-3' must be started"):
             process.join()
         assert process.kill()
         with process:
-            with pytest.raises(RuntimeError, match="Make a new Process"):
+            with pytest.raises(AssertionError, match="'env-3' was started before"):
                 process.start()

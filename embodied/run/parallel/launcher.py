@@ -20,7 +20,7 @@ from embodied.run.parallel import agent, env, replay, wiring
 from embodied.run.parallel import logger as loggers
 from embodied.run.parallel.replicas import watch_replicas
 from embodied.run.parallel.reports import report_workers
-from embodied.run.parallel.stopping import StopDeadline, StopTimeout
+from embodied.run.parallel.stopping import StopDeadline
 from embodied.run.settings import RunSettings
 from embodied.workers import (
     Process,
@@ -89,10 +89,14 @@ def combined(
             makers = (dumps(make_env_train), dumps(make_env_eval))
             workers = env.add_workers(supervisor, *makers, settings)
         _tell_start(settings, workers)
-        with (
-            _bounded_stop(settings, stop, done, progress),
-            report_workers(supervisor, settings),
-        ):
+        deadline = StopDeadline(
+            *(stop, settings.logdir, settings.stop_timeout + AGENT_FIRST),
+            give_up=lambda error: done.set(),
+            awaited=lambda: "the agent",
+            # All that the agent does, since it watches its end itself.
+            progress=lambda: progress.stepped,
+        )
+        with deadline, report_workers(supervisor, settings):
             supervisor.run(until=done)
 
 
@@ -111,7 +115,7 @@ def _supervise(
                 "Worker %s failed for good. Saving before the end ...", error.name
             )
             stop.set()
-            done.wait()  # Set at the latest by `_bounded_stop`.
+            done.wait()  # Set at the latest by the StopDeadline.
         report_failure(f"Worker {error.name!r} {error.reason}")
 
     def on_restart(name: str, error: WorkerError | None) -> None:
@@ -185,36 +189,6 @@ def _tell_start(settings: RunSettings, workers: int) -> None:
         "Addresses: actor %s, replay %s, logger %s.",
         *(getattr(settings, key) for key in wiring.ADDRESSES),
     )
-
-
-@contextlib.contextmanager
-def _bounded_stop(
-    settings: RunSettings,
-    stop: threading.Event,
-    done: threading.Event,
-    progress: Progress,
-) -> Iterator[None]:
-    """Sets `done` if a stop makes no progress and the agent does not end by itself.
-
-    All that the agent does is progress here, since the agent itself watches its end.
-
-    Raises:
-      StopTimeout: after the body, if that was the case.
-    """
-    late: list[StopTimeout] = []
-
-    def give_up(error: StopTimeout) -> None:
-        late.append(error)
-        done.set()
-
-    with StopDeadline(
-        *(stop, settings.logdir, settings.stop_timeout + AGENT_FIRST, give_up),
-        awaited=lambda: "the agent",
-        progress=lambda: progress.stepped,
-    ):
-        yield
-    if late:
-        raise late[0]
 
 
 def _write_error(settings: RunSettings, error: WorkerError) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ from embodied.base import Agent, Array, Stream, Tree
 from embodied.checkpoint import CheckpointError
 from embodied.clock import GlobalClock
 from embodied.rpc import Disconnected
-from embodied.run.metrics import Means
+from embodied.run.metrics import Means, Meter
 from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import UPDATES
 from embodied.run.parallel.conductor import Conductor
@@ -65,20 +64,20 @@ class Learner:
         self._carry: Tree = agent.init_train(settings.batch_size)
         self._means = Means()
         self._usage = Usage(settings.usage)
-        self._waiting = wiring.TimeShare()
-        self._training = wiring.TimeShare()
-        self._counted = (time.monotonic(), 0)
+        self._rows = settings.batch_size * settings.batch_length
+        self._meter = Meter()
         self._results = wiring.PendingCalls(self._not_taken)
 
     def step(self) -> None:
         """Makes one update; raises StopIteration if there are no more batches."""
-        with self._waiting:
+        with self._meter.section("learner/wait"):
             batch = next(self._batches)
         if not self.updates:
             self._send({UPDATES: 0})
-        with self._training:
+        with self._meter.section("learner/train"):
             self._carry, outputs, metrics = self._agent.train(self._carry, batch)
         self.updates += 1
+        self._meter.count("train", self._rows)
         if self.updates == 1:
             self._begin()
         self._give_back(outputs)
@@ -110,18 +109,16 @@ class Learner:
 
     def log(self) -> None:
         """Sends metrics since the last call to the logger."""
-        now, (since, before) = time.monotonic(), self._counted
-        self._counted = (now, self.updates)
-        rate = (self.updates - before) / max(1e-9, now - since)
-        batch = self._settings.batch_size * self._settings.batch_length
+        idle, rates = self._meter.idle, self._meter.result()
+        per_second = rates.pop("fps/train", 0.0)
+        if not idle:  # Otherwise every curve would end with zero.
+            rates["fps/train"] = per_second
         self._send(
             {
                 **wiring.prefixed("train", self._means.result()),
-                **({"fps/train": rate * batch} if rate else {}),
+                **rates,
                 UPDATES: self.updates,
-                "parallel/updates_per_second": rate,
-                "timer/learner/wait": self._waiting.share(),
-                "timer/learner/train": self._training.share(),
+                "parallel/updates_per_second": per_second / self._rows,
                 **self._stream_stats(),
                 **wiring.prefixed("client/learner_replay", self._replay.stats()),
                 **wiring.prefixed("client/learner_logger", self._logger.stats()),
@@ -131,9 +128,8 @@ class Learner:
 
     def _begin(self) -> None:
         """Restarts measurements: the time so far went into filling and compiling."""
-        for forget in (self._waiting.share, self._training.share, self._stream_stats):
-            forget()
-        self._counted = (time.monotonic(), self.updates)
+        self._meter.result()
+        self._stream_stats()
         self._send({UPDATES: self.updates})
 
     def _give_back(self, outputs: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ class StopDeadline:
 
     Progress is whatever any role writes to checkpoints and replays, every call of
     `step`, and any change of `progress`. A thread of its own watches from `stop` to the
-    end of the block.
+    end of the block, which then raises the error.
 
     Args:
       stop: set when the stop begins.
@@ -81,13 +81,16 @@ class StopDeadline:
         self._other = progress
         self._steps = 0
         self._left = threading.Event()
+        self._error: StopTimeout | None = None
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._run, name="stop watch", daemon=True).start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         self._left.set()
+        if kind is None and self._error is not None:
+            raise self._error
 
     def step(self) -> None:
         """Records progress that no file shows."""
@@ -103,7 +106,8 @@ class StopDeadline:
             if found != seen:
                 seen, since = found, time.monotonic()
             elif time.monotonic() - since > self._seconds:
-                self._give_up(self._timeout())
+                self._error = self._timeout()
+                self._give_up(self._error)
                 return
 
     def _timeout(self) -> StopTimeout:
