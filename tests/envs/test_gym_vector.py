@@ -20,7 +20,6 @@ from embodied.envs.grid import Grid
 from embodied.envs.gym_vector import SingleEnv, VectorGym, make_vector
 from embodied.envs.keys import UnusableEnv
 from embodied.run.parallel.env import EnvGroup
-from embodied.workers import Progress
 from embodied.wrappers import FitBatch, SpaceError, wrap
 
 STEPS = 60
@@ -259,12 +258,12 @@ def make_pictures(num_envs):
 )
 def test_workers_step_a_batch_in_one_call(flags):
     config = load_config([*flags], {})
-    group = EnvGroup(EnvFactory(config), [4, 5], False, Progress())
+    group = EnvGroup(EnvFactory(config), [4, 5], is_eval=False)
     obs = group.step()
     assert obs["envid"].tolist() == [4, 5]
     assert obs["obs"].shape == (2, 3)
     assert not np.array_equal(obs["obs"][0], obs["obs"][1])
-    alone = EnvGroup(EnvFactory(config), [4], False, Progress())
+    alone = EnvGroup(EnvFactory(config), [4], is_eval=False)
     assert alone.step()["obs"].shape == (3,)
     one = make_env(config, 4)
     step = one.step({key: value[0] for key, value in group.actions.items()})

@@ -83,8 +83,8 @@ class Conductor:
         replicas: Replicas | None = None,
     ):
         self._agent = agent
-        self._replicas = replicas or Replicas()
-        self._first = self._replicas.first
+        self._replicas = None if replicas is None or replicas.alone else replicas
+        self._first = self._replicas is None or self._replicas.first
         self._saves = 0
         self._roles = {"replay": replay, "logger": logger}
         self._settings = settings
@@ -105,10 +105,10 @@ class Conductor:
         """
         if self._first:
             self._checkpoint.clean()
-        self._replicas.gather("clean", "")
+        self._gather("clean", "")
         settings = self._settings
         manifest = self._checkpoint.newest(shared=True)
-        found = self._replicas.gather("found", manifest.tag if manifest else "none")
+        found = self._gather("found", manifest.tag if manifest else "none")
         if len(set(found)) > 1:
             raise CheckpointError(
                 f"The replicas found different checkpoints in {settings.logdir}: "
@@ -215,8 +215,12 @@ class Conductor:
                     own = f"{self._checkpoint.new_tag()} {starts}"
             except (CheckpointError, OSError) as error:
                 logger.warning("Could not save. %s", error)
-        tag, count = self._replicas.gather(f"tag {self._saves}", own)[0].split()
+        tag, count = self._gather(f"tag {self._saves}", own)[0].split()
         return tag, int(count)
+
+    def _gather(self, name: str, value: str) -> list[str]:
+        """Returns the values of all replicas under a unique name."""
+        return [value] if self._replicas is None else self._replicas.gather(name, value)
 
     def _run(self, running: concurrent.futures.Future[bool], *arguments: Any) -> None:
         try:
@@ -235,17 +239,17 @@ class Conductor:
         except Exception as error:  # Earlier checkpoints are not affected.
             if self._abandoned.is_set():
                 return False
-            if isinstance(error, DiskTooSmallError) and self._replicas.alone:
+            if isinstance(error, DiskTooSmallError) and self._replicas is None:
                 self._conclude(tag, [own], starts)
                 self._take_back(tag)
                 raise  # No save could ever succeed; the first one detects it.
             self._warn(error)
-        every = self._replicas.gather(name, own)
+        every = self._gather(name, own)
         outcome = self._conclude(tag, every, starts) if self._first else ""
-        outcome = self._replicas.gather(f"{name} done", outcome)[0]
+        outcome = self._gather(f"{name} done", outcome)[0]
         if outcome == SAVED:
             return True
-        if not self._replicas.alone:
+        if self._replicas is not None:
             self._warn("Another replica may say why.")
         if outcome == NOT_COMMITTED:
             self._take_back(tag)

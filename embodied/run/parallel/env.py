@@ -54,7 +54,7 @@ class EnvGroup:
         make_env: MakeEnv,
         envids: Sequence[int],
         is_eval: bool,
-        progress: Progress,
+        progress: Progress | None = None,
     ):
         self.envids = list(envids)
         self.rows = len(envids)
@@ -70,7 +70,7 @@ class EnvGroup:
         try:
             for envid in [] if self._batch else envids:
                 self._envs.append(make_env(envid))
-                self._progress.step()
+                self._report()
         except BaseException:
             self.close()
             raise
@@ -95,7 +95,7 @@ class EnvGroup:
         """
         if self._batch is not None:
             obs = self._batch.step(self.actions)
-            self._progress.step()
+            self._report()
             if self.rows == 1:
                 return {key: obs[key][0] for key in self._dtypes} | self._mark
             return {key: obs[key] for key in self._dtypes} | self._marks
@@ -103,7 +103,7 @@ class EnvGroup:
         for index, env in enumerate(self._envs):
             action = {key: value[index] for key, value in self.actions.items()}
             rows.append(env.step(action))
-            self._progress.step()
+            self._report()
         dtypes = self._dtypes.items()
         if self.rows == 1:  # Unbatched, as any client would send it.
             obs = {key: np.asarray(rows[0][key], dtype) for key, dtype in dtypes}
@@ -118,6 +118,10 @@ class EnvGroup:
         """Closes the environments."""
         for env in [self._batch] if self._batch else self._envs:
             env.close()
+
+    def _report(self) -> None:
+        if self._progress is not None:
+            self._progress.step()
 
 
 class EnvWorker:
@@ -134,7 +138,7 @@ class EnvWorker:
         self,
         groups: Sequence[EnvGroup],
         client: Any,
-        progress: Progress,
+        progress: Progress | None = None,
         beat: float = 0.0,
     ):
         self._client = client
@@ -180,6 +184,8 @@ class EnvWorker:
 
     def _wait(self, future: Any) -> None:
         """Waits for the actor, for as long as it takes."""
+        if self._progress is None:
+            return
         with self._progress.waiting(watched=self._beat > 0):
             while not future.wait(self._beat or None):
                 self._progress.alive()
@@ -196,7 +202,17 @@ def parallel_env(
       args: the `run` block of the configuration and what belongs to it.
       is_eval: whether it evaluates.
     """
-    run_worker(make_env, [envid], RunSettings.from_args(args), is_eval)
+    _worker_process(make_env, [envid], RunSettings.from_args(args), is_eval)
+
+
+def _worker_process(
+    make_env: bytes | MakeEnv,
+    envids: Sequence[int],
+    settings: RunSettings,
+    *arguments: Any,
+) -> None:
+    with show_messages(), record_events(settings.logdir):
+        run_worker(make_env, envids, settings, *arguments)
 
 
 def run_worker(
@@ -212,16 +228,11 @@ def run_worker(
     `supervisor` is the name of the supervisor that restarts it, if any; see `Owners`.
     """
     wiring.check_addresses(settings, "actor_addr")
-    name, progress = worker_name(envids), progress or Progress()
+    make_env = wiring.load_factory(make_env)
+    name = worker_name(envids)
     middle = (len(envids) + 1) // 2
     parts = [ids for ids in (envids[:middle], envids[middle:]) if len(ids)]
-    with (
-        show_messages(),
-        record_events(settings.logdir),
-        no_exit(),
-        contextlib.ExitStack() as stack,
-    ):
-        make_env = wiring.load_factory(make_env)
+    with no_exit(), contextlib.ExitStack() as stack:
         groups = []
         for ids in parts:
             groups.append(EnvGroup(make_env, ids, is_eval, progress))
@@ -236,7 +247,7 @@ def run_worker(
                 info=worker_info(envids, supervisor),
             )
         )
-        with progress.waiting():
+        with progress.waiting() if progress else contextlib.nullcontext():
             first = settings.env_offset in envids or not supervisor
             wiring.connect(client, name, "actor", lambda: False, quiet=not first)
         # Often enough to notice that a worker was stopped while it waits.
@@ -312,7 +323,7 @@ def add_workers(
                 "env",
                 functools.partial(
                     Process,
-                    run_worker,
+                    _worker_process,
                     *(make, ids, settings, is_eval, progress, name),
                     name=worker_name(ids),
                     fds=[progress.fd],

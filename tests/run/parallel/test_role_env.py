@@ -12,7 +12,6 @@ from embodied.driver import EnvExit
 from embodied.rpc import Disconnected, RemoteError
 from embodied.run.parallel.env import EnvGroup, EnvWorker, run_worker, worker_name
 from embodied.run.parallel.observations import ObservationError
-from embodied.workers import Progress
 
 
 class Task(embodied.Env):
@@ -57,7 +56,7 @@ class Task(embodied.Env):
 
 class TestGroup:
     def test_it_begins_with_a_reset_and_takes_actions(self):
-        group = EnvGroup(Task, [3, 4], True, Progress())
+        group = EnvGroup(Task, [3, 4], is_eval=True)
         first = group.step()
         assert first["seen"].tolist() == [[0, 1], [0, 1]]
         assert first["envid"].tolist() == [3, 4] and first["is_eval"].all()
@@ -66,7 +65,7 @@ class TestGroup:
         assert group.step()["seen"].tolist() == [[5, 0], [6, 1]]
 
     def test_one_environment_is_not_a_stack(self):
-        obs = EnvGroup(Task, [3], False, Progress()).step()
+        obs = EnvGroup(Task, [3], is_eval=False).step()
         assert obs["seen"].shape == (2,) and obs["envid"].shape == ()
         assert int(obs["envid"]) == 3 and not obs["is_eval"]
 
@@ -80,18 +79,15 @@ class TestGroup:
             return made[-1]
 
         with pytest.raises(OSError, match="no such game"):
-            EnvGroup(make, [0, 1, 2], False, Progress())
+            EnvGroup(make, [0, 1, 2], False)
         assert len(made) == 2 and all(env.closed for env in made)
 
 
 class TestWorker:
     def test_one_group_steps_while_the_other_waits(self):
         client = FakeClient(held=["act"])
-        groups = [
-            EnvGroup(Task, [0, 1], False, Progress()),
-            EnvGroup(Task, [2], False, Progress()),
-        ]
-        worker = EnvWorker(groups, client, Progress())
+        groups = [EnvGroup(Task, [0, 1], False), EnvGroup(Task, [2], False)]
+        worker = EnvWorker(groups, client)
         assert len(client.open) == 2 and client.rows == [2, 0]
         reply = {"action": np.array([7, 8]), "reset": np.zeros(2, bool)}
         client.open[0].set_result(reply)
@@ -107,17 +103,12 @@ class TestWorker:
 
     def test_it_ends_when_the_run_is_over(self):
         client = FakeClient(act=RemoteError("exception", "over", "RunOver"))
-        assert not EnvWorker(
-            [EnvGroup(Task, [0], False, Progress())], client, Progress()
-        ).step()
+        assert not EnvWorker([EnvGroup(Task, [0], False)], client).step()
 
     def test_a_step_that_the_actor_may_have_stored_is_the_end_of_its_episode(self):
         client = FakeClient(held=["act"])
-        groups = [
-            EnvGroup(Task, [0, 1], False, Progress()),
-            EnvGroup(Task, [2], False, Progress()),
-        ]
-        worker = EnvWorker(groups, client, Progress())
+        groups = [EnvGroup(Task, [0, 1], False), EnvGroup(Task, [2], False)]
+        worker = EnvWorker(groups, client)
         for index in range(2):
             reply = {"action": np.array([7, 8]), "reset": np.zeros(2, bool)}
             if index:
@@ -135,7 +126,7 @@ class TestWorker:
 
     def test_it_ends_with_its_connection(self):
         client = FakeClient(act=Disconnected("the client is closed"))
-        worker = EnvWorker([EnvGroup(Task, [0], False, Progress())], client, Progress())
+        worker = EnvWorker([EnvGroup(Task, [0], False)], client)
 
         def closed(*arguments, **options):
             raise Disconnected("the client is closed")
@@ -147,30 +138,24 @@ class TestWorker:
     def test_other_errors_are_raised(self):
         client = FakeClient(act=RemoteError("exception", "bad", "ValueError"))
         with pytest.raises(RemoteError, match="bad"):
-            EnvWorker(
-                [EnvGroup(Task, [0], False, Progress())], client, Progress()
-            ).step()
+            EnvWorker([EnvGroup(Task, [0], False)], client).step()
 
     def test_what_the_agent_refuses_is_an_error_without_the_servers_traceback(self):
         answer = RemoteError("exception", "no key", "ObservationError", "Traceback")
         client = FakeClient(act=answer)
         with pytest.raises(ObservationError, match=r"^no key$"):
-            EnvWorker(
-                [EnvGroup(Task, [0], False, Progress())], client, Progress()
-            ).step()
+            EnvWorker([EnvGroup(Task, [0], False)], client).step()
 
     def test_actions_of_another_task_are_refused(self):
         client = FakeClient(act={"move": np.int32(0), "reset": np.bool_(False)})
         with pytest.raises(ObservationError, match=r"action, reset .* got move, reset"):
-            EnvWorker(
-                [EnvGroup(Task, [0], False, Progress())], client, Progress()
-            ).step()
+            EnvWorker([EnvGroup(Task, [0], False)], client).step()
 
     def test_an_environment_cannot_end_the_process(self):
         def make(index):
             sys.exit(0)
 
-        args = elements.Config(actor_addr="localhost:1", env_timeout=1.0, logdir="")
+        args = elements.Config(actor_addr="localhost:1", env_timeout=1.0)
         with pytest.raises(EnvExit, match=r"sys.exit\(0\)"):
             run_worker(make, [0], args, is_eval=False)
 
