@@ -358,7 +358,8 @@ def run_in_child(function: Callable[..., float], *args: Any) -> float:
     server.bind("answer", lambda value: answers.append(value))
     with server, Process(report, function, args, port) as process:
         process.join()
-        process.check()
+        if process.error is not None:
+            raise process.error
     return answers[0]
 
 

@@ -14,6 +14,7 @@ from embodied.base import Agent, Array, Env
 from embodied.driver import Driver
 from embodied.episodes import Episodes
 from embodied.replay import Replay
+from embodied.run.live import LIVE_SCORES, logged_step
 from embodied.run.settings import RunSettings
 
 MakeEnv = Callable[[int], Env]
@@ -64,8 +65,9 @@ class Collector:
     ):
         self.steps = 0
         self.episodes = 0
-        self.scores: collections.deque[float] = collections.deque(
-            maxlen=RECENT_EPISODES
+        # Of the newest episodes, the step at the end and the score.
+        self.history: collections.deque[tuple[int, float]] = collections.deque(
+            maxlen=LIVE_SCORES
         )
         self._policy = functools.partial(agent.policy, mode="train")
         self._replay = replay
@@ -81,6 +83,11 @@ class Collector:
     def __exit__(self, *error: object) -> None:
         self._driver.close()
 
+    @property
+    def scores(self) -> list[float]:
+        """Scores of the last `RECENT_EPISODES` episodes."""
+        return [score for _, score in self.history][-RECENT_EPISODES:]
+
     def collect(self) -> int:
         """Steps every environment once; returns the number of steps."""
         before = self.steps
@@ -93,7 +100,8 @@ class Collector:
         self._replay.add(transition, worker)
         for metrics in self._episodes.add(transition, worker):
             self.episodes += 1
-            self.scores.append(metrics["episode/score"])
+            score = metrics["episode/score"]
+            self.history.append((logged_step(self._logger), score))
             self._logger.add(metrics)
 
 
@@ -106,12 +114,11 @@ class Evaluator:
 
     The number per environment is fixed, because the first episodes to finish out of
     many are the short ones. If an environment has played its episodes before the
-    others, its further ones do not count. A context manager, which closes the
-    environments.
+    others, its further ones do not count.
 
     Args:
       agent: acts in mode 'eval'.
-      driver: driver of the environments; the evaluator closes it.
+      driver: driver of the environments.
       amount: number of episodes in all, spread over the environments.
       logger: gets score and length of every episode.
       episodes: gets the steps for the statistics.
@@ -143,12 +150,6 @@ class Evaluator:
         # Largest values so far in the current episode, by environment.
         self._running: list[dict[str, float]] = [{} for _ in range(len(driver))]
         driver.on_step(self._add)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._driver.close()
 
     @property
     def done(self) -> bool:

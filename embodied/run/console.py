@@ -123,13 +123,20 @@ def show_messages() -> Iterator[None]:
     if any(isinstance(handler, _Printer) for handler in log.handlers):
         yield
         return
-    printer, level, propagate = _Printer(), log.level, log.propagate
-    log.addHandler(printer)
+    with take_over(log, _Printer()):
+        yield
+
+
+@contextlib.contextmanager
+def take_over(log: logging.Logger, handler: logging.Handler) -> Iterator[None]:
+    """Gives records of level INFO and above to this handler, not to parent loggers."""
+    level, propagate = log.level, log.propagate
+    log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
     try:
         yield
     finally:
+        log.removeHandler(handler)
+        log.setLevel(level)  # An assignment would not clear the cached level.
         log.propagate = propagate
-        log.setLevel(level)
-        log.removeHandler(printer)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -18,23 +17,26 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from embodied.base import Agent, Array
+import numpy as np
+
+from embodied.base import Agent, Array, TaskError
 from embodied.checkpoint import CheckpointError, write_file
 from embodied.clock import LocalClock
 from embodied.episodes import Episodes
 from embodied.logger.output import encode_video
 from embodied.run.collecting import Evaluator, MakeEnv, make_driver
 from embodied.run.console import STOPPING, stop_on_signals
+from embodied.run.live import plain
 from embodied.run.metrics import Meter
 from embodied.run.saving import load_agent
 from embodied.run.settings import RunSettings
 from embodied.run.training_run import Limit
 from embodied.run.usage import Usage
-from embodied.run.viewer import Window, pick_frame
 
 FOLDER = "eval"  # In the logdir.
 CONFIDENCE = 0.95
 VIDEO_FPS = 15
+SMALLEST = 320  # Pixels of a window's shorter side; smaller frames are enlarged.
 VIDEO = "eval_epstats/policy_"  # Prefix of the names of videos among the metrics.
 
 
@@ -113,8 +115,7 @@ def eval_only(
     images. With `args.render` a window shows that environment.
 
     Args:
-      make_agent: makes the agent, of which only `load`, `init_policy` and `policy`
-        are used.
+      make_agent: makes the agent, of which only `load` and the policy are used.
       make_env: makes the environment of an id.
       make_logger: makes the logger: `add`, `write`, `close` and a counter `step`.
       args: the `run` block of the configuration, and sizes of batches.
@@ -134,13 +135,13 @@ def eval_only(
         logger = stack.enter_context(contextlib.closing(make_logger()))
         logger.step.load(step)
         amount = args.eval_eps
-        window = _open_window(stack, args)
-        driver = make_driver(make_env, 0, min(args.envs, amount), args)
-        driver.on_step(functools.partial(_show, window))
+        envs = min(args.envs, amount)
+        driver = stack.enter_context(make_driver(make_env, 0, envs, args))
         episodes, videos = Episodes(timeout=0), dict[str, Array]()
-        evaluator = stack.enter_context(
-            Evaluator(agent, driver, amount, logger, episodes)
-        )
+        evaluator = Evaluator(agent, driver, amount, logger, episodes)
+        if args.render:
+            window = stack.enter_context(contextlib.closing(Window("Evaluation")))
+            driver.on_step(window.show_step)
         limit = Limit(lambda: evaluator.steps, args.steps, args.duration, stop)
         meter, usage = Meter(), Usage(args.usage)
         should_log = LocalClock(args.log_every)
@@ -170,7 +171,7 @@ def eval_only(
     return result
 
 
-def _load(agent: Agent, args: Any) -> int:
+def _load(agent: Agent, args: RunSettings) -> int:
     source, regex = args.from_checkpoint, args.from_checkpoint_regex
     key = "logdir" if source == args.logdir else "run.from_checkpoint"
     return load_agent(agent, source, regex, key)
@@ -183,18 +184,6 @@ def _read_settings(args: Any) -> RunSettings:
             "run.from_checkpoint: expected the logdir of a run to evaluate, got ''."
         )
     return settings
-
-
-def _open_window(stack: contextlib.ExitStack, args: Any) -> Window | None:
-    if not getattr(args, "render", False):
-        return None
-    return stack.enter_context(contextlib.closing(Window("Evaluation")))
-
-
-def _show(window: Window | None, transition: dict[str, Array], worker: int) -> None:
-    frame = pick_frame(transition) if window and worker == 0 else None
-    if window is not None and frame is not None:
-        window.show(frame)
 
 
 def write_result(
@@ -219,25 +208,92 @@ def write_result(
         write_file(logdir, names[-1], encoded)
     content = {
         "checkpoint": str(source),
-        "step": result.step,
+        **dataclasses.asdict(result),  # `step`, `scores`, `lengths`, and so on.
         "episodes": len(result.scores),
-        "wanted": result.wanted,
-        "mean_score": _for_json(result.mean_score),
+        "mean_score": result.mean_score,
         "confidence": CONFIDENCE,
-        "interval": result.interval and [_for_json(x) for x in result.interval],
+        "interval": result.interval,
         "mean_length": statistics.fmean(result.lengths) if result.lengths else None,
-        "scores": [_for_json(score) for score in result.scores],
-        "lengths": result.lengths,
-        "largest": {
-            key: [_for_json(value) for value in values]
-            for key, values in sorted(result.largest.items())
-        },
         "videos": sorted(names),
     }
-    write_file(logdir, f"{stem}.json", json.dumps(content).encode())
+    write_file(logdir, f"{stem}.json", json.dumps(plain(content)).encode())
     return [f"{logdir}/{name}" for name in (f"{stem}.json", *sorted(names))]
 
 
-def _for_json(value: float | None) -> float | None:
-    """Returns the value, or None if it is not finite, which JSON cannot hold."""
-    return value if value is not None and math.isfinite(value) else None
+class WindowError(TaskError):
+    """No window can be opened; the message says what to do."""
+
+
+class Window:
+    """Shows frames, one after the other, until it is closed.
+
+    Raises:
+      WindowError: there is no display, or no package to draw on it.
+    """
+
+    def __init__(self, title: str):
+        try:
+            import tkinter
+
+            self._root: Any = tkinter.Tk()
+        except (ImportError, RuntimeError) as error:
+            raise self._error(error) from error
+        except Exception as error:
+            if type(error).__name__ != "TclError":  # Its module may be missing.
+                raise
+            raise self._error(error) from error
+        self._root.title(title)
+        self._label = tkinter.Label(self._root)
+        self._label.pack()
+        self._open = True
+        self._root.protocol("WM_DELETE_WINDOW", self.close)
+
+    def show(self, frame: np.ndarray) -> None:
+        """Shows a frame [H, W, C] uint8, of 1 or 3 channels, unless closed."""
+        if not self._open:
+            return
+        from PIL import Image, ImageTk
+
+        image = Image.fromarray(frame[..., 0] if frame.shape[2] == 1 else frame)
+        factor = -(-SMALLEST // min(image.size))
+        if factor > 1:
+            size = (image.width * factor, image.height * factor)
+            image = image.resize(size, Image.Resampling.NEAREST)
+        self._picture = ImageTk.PhotoImage(image, master=self._root)
+        self._label.configure(image=self._picture)
+        self._root.update()
+
+    def show_step(self, transition: dict[str, Any], worker: int) -> None:
+        """Shows a step of the first environment, if it has an image."""
+        frame = pick_frame(transition) if worker == 0 else None
+        if frame is not None:
+            self.show(frame)
+
+    def close(self) -> None:
+        """Closes the window. May be called more than once."""
+        if self._open:
+            self._open = False
+            with contextlib.suppress(Exception):  # The display may be gone.
+                self._root.destroy()
+
+    @staticmethod
+    def _error(error: Exception) -> WindowError:
+        return WindowError(
+            f"run.render: expected a display to open a window on, got none ({error}). "
+            "Without one, look at the video that eval_only writes."
+        )
+
+
+def pick_frame(transition: dict[str, Any]) -> np.ndarray | None:
+    """Returns the frame to show: `log/frame`, else the first image, else None."""
+    images = {
+        key: value
+        for key, value in transition.items()
+        if isinstance(value, np.ndarray)
+        and value.dtype == np.uint8
+        and value.ndim == 3
+        and value.shape[2] in (1, 3)
+    }
+    if not images:
+        return None
+    return images.get("log/frame", next(iter(images.values())))

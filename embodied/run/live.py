@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied.checkpoint.files import temporary_beside
+from embodied.run.console import take_over
 
 LIVE, EVENTS = "live.json", "events.jsonl"  # In the logdir.
 LIVE_SECONDS = 1.0
@@ -61,25 +62,18 @@ def record_events(logdir: str | os.PathLike[str]) -> Iterator[None]:
     Does nothing if they are recorded already, or if the logdir does not exist, as on a
     host that only steps environments.
     """
-    loggers = (logging.getLogger("embodied"), _events)
     recorded = any(isinstance(handler, _Recorder) for handler in _events.handlers)
     if recorded or not os.path.isdir(logdir):
         yield
         return
-    recorder = _Recorder(Path(logdir, EVENTS))
-    # If events reached the parent logger, they would be printed like messages.
-    level, propagate = _events.level, _events.propagate
-    _events.setLevel(logging.INFO)
-    _events.propagate = False
-    for logger in loggers:
-        logger.addHandler(recorder)
+    log, recorder = logging.getLogger("embodied"), _Recorder(Path(logdir, EVENTS))
+    log.addHandler(recorder)
     try:
-        yield
+        # If events reached the parent logger, they would be printed like messages.
+        with take_over(_events, recorder):
+            yield
     finally:
-        for logger in loggers:
-            logger.removeHandler(recorder)
-        _events.setLevel(level)  # An assignment would not clear the cached level.
-        _events.propagate = propagate
+        log.removeHandler(recorder)
         recorder.close()
 
 
@@ -102,6 +96,11 @@ def record_run(logdir: str | os.PathLike[str], script: str) -> Iterator[None]:
                 note_event(FAILED, f"{type(error).__name__}: {error}")
             raise
         note_event(END, "The run has ended.")
+
+
+def logged_step(logger: Any) -> int:
+    """Returns the step as it is logged: times the environments' action repeat."""
+    return int(logger.step) * int(getattr(logger, "multiplier", 1))
 
 
 def process_info() -> dict[str, Any]:

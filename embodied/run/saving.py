@@ -341,9 +341,7 @@ def load_agent(
     Raises:
       CheckpointError: no checkpoint is whole, or it does not fit the agent.
     """
-    if find_checkpoints(source) is None:
-        raise CheckpointError(f"{key}: {_nothing(source)}")
-    saved = read_agent(source)
+    saved = read_agent(source, key)
     try:
         agent.load(saved.data, regex)
     except ValueError as error:
@@ -352,19 +350,20 @@ def load_agent(
     return saved.step
 
 
-def read_agent(source: str | os.PathLike[str]) -> SavedAgent:
+def read_agent(source: str | os.PathLike[str], key: str = "") -> SavedAgent:
     """Reads the agent of a run's newest whole checkpoint, even while the run goes on.
 
     Args:
       source: the logdir of a run, or the folder `ckpt` or `ckpt/agent` in it.
+      key: configuration key that names the source, for errors.
 
     Raises:
       CheckpointError: no checkpoint is whole.
     """
     folder = find_checkpoints(source)
     if folder is None:
-        text = _nothing(source)
-        raise CheckpointError(text[0].upper() + text[1:])
+        begin = f"{key}: expected" if key else "Expected"
+        raise CheckpointError(f"{begin} {_nothing(source)}")
     found = Checkpoint(folder.parent, folder.name).read_newest([AGENT])
     assert found is not None
     manifest, parts = found
@@ -393,8 +392,7 @@ def _nothing(source: str | os.PathLike[str]) -> str:
     path = Path(source).expanduser()
     found = "has no checkpoint" if path.exists() else "does not exist"
     text = (
-        f"expected the logdir of a run, or the folder {FOLDER} in it, got {path}, "
-        f"which {found}."
+        f"the logdir of a run, or the folder {FOLDER} in it, got {path}, which {found}."
     )
     folders = (path, path / FOLDER, path / FOLDER / AGENT)
     if any((folder / "latest").is_file() for folder in folders):

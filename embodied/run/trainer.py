@@ -6,7 +6,7 @@ import collections
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 from embodied.base import Agent, Array, Stream, Tree
 from embodied.replay import Replay
@@ -81,13 +81,14 @@ class Trainer:
 
     The stream of training batches is opened at the first update, when the replay has
     data. After a resume it begins with a new sample, for which the agent needs no
-    saved carry. A context manager, which closes the stream.
+    saved carry.
 
     Args:
       agent: agent to train.
       replay: replay to train on; it gets `outputs['replay']` of every update.
       make_stream: makes the stream of a replay and a mode.
       settings: the `run` block and the sizes of batches.
+      stack: closes the stream of training batches at the end of the run.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Trainer:
         replay: Replay,
         make_stream: MakeStream,
         settings: RunSettings,
+        stack: contextlib.ExitStack,
     ):
         self.updates = 0
         self._agent = agent
@@ -105,13 +107,7 @@ class Trainer:
         self._means = Means()
         self._carry: Tree = None
         self._batches: tuple[Feed, Iterator[dict[str, Array]]] | None = None
-        self._open = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
+        self._stack = stack
 
     def train(self, updates: int, pause: Callable[[], bool]) -> int:
         """Makes updates; returns how many.
@@ -124,7 +120,7 @@ class Trainer:
             return 0
         if self._batches is None:
             self._carry = self._agent.init_train(self._settings.batch_size)
-            self._batches = self._open.enter_context(
+            self._batches = self._stack.enter_context(
                 self._stream(self._replay, "train")
             )
         feed, batches = self._batches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import math
@@ -18,9 +17,9 @@ from embodied.logger import rewind
 from embodied.replay import Replay, limiters
 from embodied.run.collecting import Collector, Evaluator, MakeEnv
 from embodied.run.console import SAVING, show_messages, stop_on_signals
-from embodied.run.live import LIVE_SCORES, LiveFile, Rate, record_run
+from embodied.run.live import LiveFile, Rate, logged_step, record_run
 from embodied.run.metrics import Meter
-from embodied.run.saving import RunCheckpoint, write_config
+from embodied.run.saving import Part, RunCheckpoint, write_config
 from embodied.run.settings import RunSettings
 from embodied.run.trainer import MakeStream, Trainer
 from embodied.run.usage import Usage
@@ -88,25 +87,60 @@ class TrainResult:
     mean_score: float | None
 
 
-@dataclasses.dataclass(frozen=True)
 class TrainingRun:
     """The parts of a training run, and the steps that a loop makes with them.
 
-    Everything happens in the caller's thread and in a fixed order.
+    Everything happens in the caller's thread and in a fixed order. `open_run` makes it.
+
+    Args:
+      stack: closes the parts at the end of the run.
+      stop: event that ends the run once set.
+      make_agent: see `open_run`, as for the other arguments.
+
+    Raises:
+      CheckpointError: the logdir has checkpoints, but none that can be continued.
     """
 
-    settings: RunSettings
-    agent: Agent
-    logger: Any
-    replays: Mapping[str, Replay]
-    episodes: Episodes
-    limiter: limiters.SamplesPerInsert
-    collector: Collector
-    trainer: Trainer
-    checkpoint: RunCheckpoint
-    limit: Limit
-    meter: Meter
-    usage: Usage
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        stop: threading.Event,
+        make_agent: Callable[[], Agent],
+        make_replays: Mapping[str, Callable[[], Replay]],
+        make_env: MakeEnv,
+        make_stream: MakeStream,
+        make_logger: Callable[[], Any],
+        settings: RunSettings,
+    ):
+        self.settings = settings
+        self.logger = stack.enter_context(contextlib.closing(make_logger()))
+        self.agent = make_agent()
+        write_config(settings.logdir, self.agent)
+        stack.enter_context(show_messages())
+        stack.enter_context(record_run(settings.logdir, "A run in one process"))
+        self.replays = {name: make() for name, make in make_replays.items()}
+        for replay in self.replays.values():
+            replay.use_context(settings.replay_context)
+        replay = self.replays[TRAIN_REPLAY]
+        self.limiter = make_limiter(settings)
+        parts: dict[str, Part] = {**self.replays, LIMITER: self.limiter}
+        step = self.logger.step
+        self.checkpoint = RunCheckpoint(settings, step, self.agent, parts)
+        self.checkpoint.restore()
+        rewind(self.logger)
+        self.limiter.available(len(replay), replay.full)
+        # Without a timeout: a pause, as for a report, must not abandon episodes.
+        self.episodes = Episodes(timeout=0)
+        self.collector = stack.enter_context(
+            Collector(
+                self.agent, make_env, replay, self.logger, self.episodes, settings
+            )
+        )
+        self.trainer = Trainer(self.agent, replay, make_stream, settings, stack)
+        self.limit = Limit(lambda: int(step), settings.steps, settings.duration, stop)
+        self.meter = Meter()
+        self.usage = Usage(settings.usage)
+        self.rates = {"env": Rate(), "train": Rate()}  # For `live`.
 
     def over(self) -> bool:
         """Whether all steps are made and trained on, or the run was interrupted."""
@@ -201,14 +235,13 @@ class TrainingRun:
         )
 
     def live(self) -> dict[str, Any]:
-        """Returns step, score and counts so far, for `live.json`. Thread-safe."""
-        multiplier = int(getattr(self.logger, "multiplier", 1))
-        step = int(self.logger.step) * multiplier
+        """Returns steps, scores and rates, for `live.json`. Called by one thread."""
+        counts = {"env": self.collector.steps, "train": self.trainer.updates}
         return {
-            "step": step,
+            "step": logged_step(self.logger),
             "episodes": self.collector.episodes,
-            "score": next(iter(list(self.collector.scores)[-1:]), None),
-            "counts": {"env": self.collector.steps, "train": self.trainer.updates},
+            "scores": list(self.collector.history),
+            "rates": {name: self.rates[name](count) for name, count in counts.items()},
             "metrics": {"replay/items": len(self.replays[TRAIN_REPLAY])},
         }
 
@@ -257,66 +290,10 @@ def open_run(
     settings = RunSettings.from_args(args)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(SAVING))
-        logger = stack.enter_context(contextlib.closing(make_logger()))
-        agent = make_agent()
-        write_config(settings.logdir, agent)
-        stack.enter_context(show_messages())
-        stack.enter_context(record_run(settings.logdir, "A run in one process"))
-        replays = {name: make() for name, make in make_replays.items()}
-        for replay in replays.values():
-            replay.use_context(settings.replay_context)
-        replay = replays[TRAIN_REPLAY]
-        limiter = make_limiter(settings)
-        checkpoint = RunCheckpoint(
-            settings, logger.step, agent, {**replays, LIMITER: limiter}
-        )
-        checkpoint.restore()
-        rewind(logger)
-        limiter.available(len(replay), replay.full)
-        # Without a timeout: a pause, as for a report, must not abandon episodes.
-        episodes = Episodes(timeout=0)
-        collector = stack.enter_context(
-            Collector(agent, make_env, replay, logger, episodes, settings)
-        )
-        trainer = stack.enter_context(Trainer(agent, replay, make_stream, settings))
         run = TrainingRun(
-            settings=settings,
-            agent=agent,
-            logger=logger,
-            replays=replays,
-            episodes=episodes,
-            limiter=limiter,
-            collector=collector,
-            trainer=trainer,
-            checkpoint=checkpoint,
-            limit=Limit(
-                lambda: int(logger.step), settings.steps, settings.duration, stop
-            ),
-            meter=Meter(),
-            usage=Usage(settings.usage),
+            *(stack, stop, make_agent, make_replays),
+            *(make_env, make_stream, make_logger, settings),
         )
-        stack.enter_context(LiveFile(settings.logdir, _with_history(run.live)))
-        with checkpoint.saved_at_end(run.finish):
+        stack.enter_context(LiveFile(settings.logdir, run.live))
+        with run.checkpoint.saved_at_end(run.finish):
             yield run
-
-
-def _with_history(live: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """Adds rates, and the newest scores with the steps at which they appeared."""
-    rates = {name: Rate() for name in ("env", "train")}
-    scores: collections.deque[tuple[int, float]] = collections.deque(maxlen=LIVE_SCORES)
-    seen = 0
-
-    def collect() -> dict[str, Any]:
-        nonlocal seen
-        shown = live()
-        counts, score = shown.pop("counts"), shown.pop("score")
-        if shown["episodes"] > seen and score is not None:
-            seen = shown["episodes"]
-            scores.append((shown["step"], score))
-        return {
-            **shown,
-            "scores": list(scores),
-            "rates": {name: rate(counts[name]) for name, rate in rates.items()},
-        }
-
-    return collect

@@ -3,7 +3,7 @@
     usage = Usage(args.usage)
     logger.add(usage.result(), prefix='usage/replay')     # Now and then.
 
-One class for each source that `run.usage` can turn on.
+One function for each source that `run.usage` can turn on.
 """
 
 from __future__ import annotations
@@ -42,48 +42,95 @@ class Usage:
     """
 
     def __init__(self, settings: Mapping[str, Any], accelerator: bool = True):
-        makers: dict[str, Callable[[], Any]] = {
-            "psutil": _Process,
-            "malloc": _Allocations,
-            "gc": _Objects,
+        sources: dict[str, Callable[[], dict[str, Any]]] = {
+            "malloc": allocations,
+            "gc": tracked_objects,
         }
+        if settings.get("psutil"):
+            process = psutil.Process()
+            process.cpu_percent()  # Measures from here on.
+            sources["psutil"] = functools.partial(process_usage, process)
+        if settings.get("malloc") and not tracemalloc.is_tracing():
+            tracemalloc.start()
         if accelerator and any(settings.get(name) for name in ACCELERATOR):
             smi = NvidiaSmi()
             smi.rows()  # Asks early, so that the first `result` has an answer.
-            makers["nvsmi"] = functools.partial(_Accelerators, smi)
-            makers["gputil"] = functools.partial(_EachAccelerator, smi)
-        self._sources = {
-            name: make() for name, make in makers.items() if settings.get(name)
-        }
+            sources["nvsmi"] = lambda: accelerators(smi.rows())
+            sources["gputil"] = lambda: each_accelerator(smi.rows())
+        self._sources = {x: ask for x, ask in sources.items() if settings.get(x)}
 
     def result(self) -> dict[str, Any]:
         """Returns the figures of all sources that are turned on."""
         return {
             f"{source}/{name}": value
-            for source, meter in self._sources.items()
-            for name, value in meter.result().items()
+            for source, ask in self._sources.items()
+            for name, value in ask().items()
         }
 
 
-class _Process:
-    """CPU, memory, threads and open files of this process.
+def process_usage(process: psutil.Process) -> dict[str, float]:
+    """Returns CPU, memory, threads and open files of a process.
 
     - `proc_cpu_usage`: cores in use since the last call, on average.
     - `proc_ram_gb`: resident memory.
     """
+    return {
+        "proc_cpu_usage": process.cpu_percent() / 100,
+        "proc_ram_gb": process.memory_info().rss / GIGABYTE,
+        "proc_threads": process.num_threads(),
+        "proc_files": process.num_fds(),
+    }
 
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._process.cpu_percent()  # Measures from here on.
 
-    def result(self) -> dict[str, float]:
-        """Returns the use since the last call."""
-        return {
-            "proc_cpu_usage": self._process.cpu_percent() / 100,
-            "proc_ram_gb": self._process.memory_info().rss / GIGABYTE,
-            "proc_threads": self._process.num_threads(),
-            "proc_files": self._process.num_fds(),
-        }
+def accelerators(rows: list[list[float]]) -> dict[str, float]:
+    """Returns means and extremes over all devices, from rows of `QUERY`.
+
+    Utilisation and memory are between 0 and 1, temperature is in °C.
+    """
+    if not rows:
+        return {}
+    compute = [row[0] / 100 for row in rows]
+    memory = [row[1] / row[2] for row in rows if row[2]]
+    return {
+        "compute_avg": statistics.fmean(compute),
+        "compute_min": min(compute),
+        "compute_max": max(compute),
+        "memory_avg": statistics.fmean(memory) if memory else 0.0,
+        "temperature_max": max(row[3] for row in rows),
+    }
+
+
+def each_accelerator(rows: list[list[float]]) -> dict[str, float]:
+    """Returns load and memory of every device, between 0 and 1."""
+    metrics: dict[str, float] = {}
+    for index, (load, used, total, _) in enumerate(rows):
+        metrics[f"gpu{index}_load"] = load / 100
+        metrics[f"gpu{index}_memory"] = used / total if total else 0.0
+    return metrics
+
+
+def allocations() -> dict[str, Any]:
+    """Returns the memory that Python has allocated, and the lines with the most.
+
+    Tracing it slows the process down.
+    """
+    size, peak = tracemalloc.get_traced_memory()
+    top = tracemalloc.take_snapshot().statistics("lineno")[:TOP_LINES]
+    return {
+        "total_mb": size / MEGABYTE,
+        "peak_mb": peak / MEGABYTE,
+        "top": "\n".join(str(line) for line in top),
+    }
+
+
+def tracked_objects() -> dict[str, float]:
+    """Returns counts of the garbage collector; slow with many objects."""
+    collections = sum(entry["collections"] for entry in gc.get_stats())
+    return {
+        "objects": len(gc.get_objects()),
+        "collections": collections,
+        "garbage": len(gc.garbage),
+    }
 
 
 class NvidiaSmi:
@@ -130,71 +177,3 @@ class NvidiaSmi:
         with self._lock:
             self._rows = [row for row in rows if len(row) == len(QUERY)]
             self._asking = False
-
-
-class _Accelerators:
-    """All devices together: utilisation and memory from 0 to 1, temperature in °C."""
-
-    def __init__(self, smi: NvidiaSmi) -> None:
-        self._smi = smi
-
-    def result(self) -> dict[str, float]:
-        """Returns means and extremes over the devices."""
-        rows = self._smi.rows()
-        if not rows:
-            return {}
-        compute = [row[0] / 100 for row in rows]
-        memory = [row[1] / row[2] for row in rows if row[2]]
-        return {
-            "compute_avg": statistics.fmean(compute),
-            "compute_min": min(compute),
-            "compute_max": max(compute),
-            "memory_avg": statistics.fmean(memory) if memory else 0.0,
-            "temperature_max": max(row[3] for row in rows),
-        }
-
-
-class _EachAccelerator:
-    """Each device by itself: load and memory, between 0 and 1."""
-
-    def __init__(self, smi: NvidiaSmi) -> None:
-        self._smi = smi
-
-    def result(self) -> dict[str, float]:
-        """Returns load and memory of every device."""
-        metrics: dict[str, float] = {}
-        for index, (load, used, total, _) in enumerate(self._smi.rows()):
-            metrics[f"gpu{index}_load"] = load / 100
-            metrics[f"gpu{index}_memory"] = used / total if total else 0.0
-        return metrics
-
-
-class _Allocations:
-    """Memory that Python has allocated, and the lines with the most; slows it down."""
-
-    def __init__(self) -> None:
-        if not tracemalloc.is_tracing():
-            tracemalloc.start()
-
-    def result(self) -> dict[str, Any]:
-        """Returns sizes, and the lines with the most memory as text."""
-        size, peak = tracemalloc.get_traced_memory()
-        top = tracemalloc.take_snapshot().statistics("lineno")[:TOP_LINES]
-        return {
-            "total_mb": size / MEGABYTE,
-            "peak_mb": peak / MEGABYTE,
-            "top": "\n".join(str(line) for line in top),
-        }
-
-
-class _Objects:
-    """Objects that the garbage collector tracks; slow with many of them."""
-
-    def result(self) -> dict[str, float]:
-        """Returns the number of objects, collections, and uncollectable objects."""
-        collections = sum(entry["collections"] for entry in gc.get_stats())
-        return {
-            "objects": len(gc.get_objects()),
-            "collections": collections,
-            "garbage": len(gc.garbage),
-        }

@@ -1,6 +1,6 @@
 """Processes and threads, and a supervisor that restarts them. Any parent process."""
 
-from embodied.workers.process import Process, run, stop
+from embodied.workers.process import Process, stop
 from embodied.workers.progress import Progress
 from embodied.workers.restarts import RestartPolicy, RunFailed, RunStalled, Status
 from embodied.workers.supervisor import Supervisor
@@ -17,6 +17,5 @@ __all__ = [
     "Thread",
     "Worker",
     "WorkerError",
-    "run",
     "stop",
 ]

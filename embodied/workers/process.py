@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +15,7 @@ from typing import Any
 import cloudpickle
 
 from embodied.workers import child
+from embodied.workers.progress import anonymous_file
 from embodied.workers.thread import Worker, WorkerError, error_from, exit_reason
 
 # After SIGKILL. A process that is left then hangs in the kernel; nothing can end it.
@@ -28,7 +27,6 @@ class Process(Worker):
 
         with Process(parallel_env, make_env, 0, args, name='env-0') as process:
           ...
-          process.check()
         # Leaving the block kills the process if it is still running.
 
     The function and its arguments are cloudpickled, so they may be defined in the
@@ -92,7 +90,9 @@ class Process(Worker):
                 inherited, lifeline = os.pipe()
                 always.callback(os.close, inherited)
                 undo.callback(os.close, lifeline)  # Ends the child, if there is one.
-                report = _open_report()
+                # Not a pipe: a long traceback would block the child until it is read,
+                # and a descendant that inherited it would delay the end of file.
+                report = anonymous_file("report")
                 undo.callback(os.close, report)
                 popen = self._spawn(inherited, report)
                 # In a list that the watcher empties, to free a large call once sent.
@@ -215,18 +215,6 @@ def _seconds_to(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-def _open_report() -> int:
-    """Opens an anonymous file in which the child describes its exception.
-
-    Not a pipe: a long traceback would block the child until it is read, and a
-    descendant that inherited the pipe would delay the end of file.
-    """
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("report")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
 def _send(pipe: int, payload: bytes) -> None:
     view = memoryview(payload)
     # Suppressed: the child is dead, which the caller notices next.
@@ -243,37 +231,3 @@ def _signal_reason(number: int) -> str:
     if number == signal.SIGKILL:
         name += ", from outside or because the system ran out of memory"
     return f"was killed by {name}."
-
-
-def run(
-    workers: Iterable[Worker], duration: float | None = None, grace: float = 5.0
-) -> None:
-    """Runs workers until all have succeeded or the first one fails.
-
-    Whatever ends the wait, including an interrupt, the processes that are still
-    running are stopped. Threads cannot be stopped: those that have not returned are
-    left behind as daemons.
-
-    Args:
-      workers: processes and threads; those not started yet are started.
-      duration: seconds after which everything is stopped; None or 0 for no limit.
-      grace: seconds until processes that are stopped get SIGKILL.
-
-    Raises:
-      WorkerError: the error of the worker that failed first.
-    """
-    workers = list(workers)
-    ended: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-    deadline = time.monotonic() + duration if duration else None
-    try:
-        for worker in workers:
-            if not worker.started:
-                worker.start()
-            worker.on_exit(ended.put)
-        for _ in workers:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ended.get(timeout=left).check()
-    except queue.Empty:
-        pass  # The duration has passed.
-    finally:
-        stop(workers, grace)

@@ -40,8 +40,10 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._open(_create_page())
-        weakref.finalize(self, os.close, self.fd)
+        fd = anonymous_file("progress")
+        weakref.finalize(self, os.close, fd)
+        os.ftruncate(fd, _PAGE_BYTES)
+        self._open(fd)
 
     @property
     def seen(self) -> float:
@@ -97,30 +99,18 @@ class Progress:
         return _attach, (self.fd,)
 
 
-def _create_page() -> int:
-    with contextlib.ExitStack() as undo:
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("progress")
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
-        undo.callback(os.close, fd)
-        os.ftruncate(fd, _PAGE_BYTES)
-        undo.pop_all()
-    return fd
+def anonymous_file(name: str) -> int:
+    """Returns the descriptor of a new file without a path; `name` is for debugging."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _attach(fd: int) -> Progress:
     """Returns the Progress at a descriptor that was inherited from another process."""
-    try:
-        size = os.fstat(fd).st_size
-    except OSError:
-        size = -1
-    if size != _PAGE_BYTES:
-        raise ValueError(
-            f"Progress expected its shared memory at descriptor {fd}, but did not find "
-            "it. Pass it on: Process(..., progress, fds=[progress.fd])."
-        )
+    # Otherwise it was not passed on: Process(..., progress, fds=[progress.fd]).
+    assert os.fstat(fd).st_size == _PAGE_BYTES, fd
     progress = Progress.__new__(Progress)
     progress._open(fd)  # Stays open: this process may pass it on.
     return progress

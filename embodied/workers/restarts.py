@@ -37,14 +37,6 @@ class RestartPolicy:
     restart_on_success: bool = False
     limits: Mapping[str, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        numbers = {key: value for key, value in vars(self).items() if key != "limits"}
-        for name, value in (*numbers.items(), *self.limits.items()):
-            if not value >= 0:
-                raise ValueError(
-                    f"RestartPolicy expected {name} of at least 0, got {value}."
-                )
-
     def delay(self, count: int) -> float:
         """Returns the delay before restart number `count` in a row."""
         doublings = min(count - 1, 1000)  # More would overflow a float.
@@ -86,7 +78,6 @@ class Status:
       waiting: whether it reports that it waits for another worker.
       pid: id of its process; None if no process is running.
       restarts: how often it was restarted.
-      error: its last failure; None if there was none.
       idle: seconds since its last step; None if it has made none.
     """
 
@@ -96,5 +87,4 @@ class Status:
     waiting: bool
     pid: int | None
     restarts: int
-    error: WorkerError | None
     idle: float | None

@@ -36,7 +36,6 @@ class _Slot:
     starts: int = 0
     restart_at: float = math.inf
     ended: bool = False
-    error: WorkerError | None = None
     kill_reason: WorkerError | None = None  # Why it was killed, until its end is seen.
     failures: deque[tuple[float, str]] = field(default_factory=deque)  # Time, kind.
     in_a_row: int = 0  # Restarts without a steady run in between.
@@ -59,7 +58,7 @@ class Supervisor:
 
     The thread that calls `run` supervises. It sleeps until a worker ends, until `stop`
     is called, or until the next moment at which a restart, a hang or a stall can be
-    due. After `start`, it alone changes the slots, apart from `stop`, and does so under
+    due. After `add`, it alone changes the slots, apart from `stop`, and does so under
     `_lock`, which makes `status` and `stop` safe in any thread. Threads that watch
     workers only put an event for each end into `_events`.
 
@@ -95,8 +94,7 @@ class Supervisor:
         self._events = queue.SimpleQueue()
         self._until: threading.Event | None = None
         self._began = 0.0
-        self._deadline = math.inf
-        self._started = False
+        self._deadline = math.inf  # Set by the first success, if that ends the run.
         self._stopping = False
         self._leftover: set[Worker] = set()  # Threads that did not end in time.
         self._overslept = (0.0, 0.0)  # Planned and actual time of a late wake-up.
@@ -109,7 +107,7 @@ class Supervisor:
         policy: RestartPolicy,
         progress: Progress | None = None,
     ) -> None:
-        """Adds a worker, before `start`.
+        """Adds a worker, before `run`.
 
         Args:
           name: unique name, for errors and the status.
@@ -119,65 +117,33 @@ class Supervisor:
           policy: when to restart it.
           progress: where the worker reports; needed if `policy.hang` is set.
         """
-        if self._started:
-            raise RuntimeError(f"Worker '{name}' must be added before the start.")
-        if name in [slot.name for slot in self._slots]:
-            raise ValueError(f"Worker names must be unique, got '{name}' twice.")
-        if policy.hang and progress is None:
-            raise ValueError(
-                f"RestartPolicy(hang={policy.hang:g}) of worker '{name}' needs a "
-                "Progress to look at: pass it as `progress` and to the worker."
-            )
+        assert progress is not None or not policy.hang, name
         self._slots.append(_Slot(name, role, make_worker, policy, progress))
 
-    def start(self) -> None:
-        """Starts all workers in the order they were added; if one fails, stops all.
-
-        No worker is restarted before `run`.
-        """
-        if self._started:
-            raise RuntimeError("A Supervisor can be started once. Make a new one.")
-        if self._stall_timeout and not any(slot.progress for slot in self._slots):
-            raise ValueError(
-                f"stall_timeout={self._stall_timeout:g} needs a worker that was added "
-                "with a Progress. Pass one to `add`, or set it to 0."
-            )
-        self._started = True
-        self._began = time.monotonic()
-        try:
-            for slot in self._slots:
-                self._start(slot)
-        except BaseException:
-            self.stop()
-            raise
-
-    def run(
-        self, until: threading.Event | None = None, duration: float | None = None
-    ) -> None:
-        """Supervises until the end of the run, then stops everything.
+    def run(self, until: threading.Event | None = None) -> None:
+        """Starts all workers, supervises them to the end of the run, and stops them.
 
         The run ends when all workers have succeeded (see `first_ends`), when `until` is
-        set, after `duration`, on `stop`, by an error, or by an interrupt.
+        set, on `stop`, by an error, or by an interrupt.
 
         Args:
           until: ends the run when it is set. It is also set when the run ends
             otherwise, to tell threads among the workers to return.
-          duration: seconds from now; None or 0 for no limit.
 
         Raises:
           RunFailed: a worker failed more often than its policy allows, or a thread
             hangs.
           RunStalled: no worker made progress for `stall_timeout` seconds.
         """
-        self._deadline = time.monotonic() + duration if duration else math.inf
         self._until = until
         if until is not None:
             threading.Thread(
                 target=self._follow, args=(until,), name="follow until", daemon=True
             ).start()
         try:
-            if not self._started:
-                self.start()
+            self._began = time.monotonic()
+            for slot in self._slots:
+                self._start(slot)
             while not self._is_over():
                 self._restart_due()
                 self._kill_hung()
@@ -198,8 +164,8 @@ class Supervisor:
 
         Processes are terminated; those left after `grace` seconds, which all of them
         share, get SIGKILL. Threads are waited for until then, once, and left behind as
-        daemons. May be called by any thread, more than once. Failures from now on
-        appear in `status` only, since a worker may fail because another has ended.
+        daemons. May be called by any thread, more than once. Failures from now on do
+        not count, since a worker may fail because another has ended.
 
         Args:
           grace: seconds; default: that of the supervisor.
@@ -220,7 +186,6 @@ class Supervisor:
             self._leftover.update(worker for worker in workers if worker.running)
             for slot in self._slots:
                 slot.ended = slot.worker is None or not slot.worker.running
-                slot.error = (slot.worker and slot.worker.error) or slot.error
 
     def status(self) -> list[Status]:
         """Returns the state of every worker, in the order they were added."""
@@ -305,7 +270,6 @@ class Supervisor:
         """Decides whether a worker that has ended is restarted, and when."""
         now, policy = time.monotonic(), slot.policy
         with self._lock:
-            slot.error = error or slot.error
             if error is None and not policy.restart_on_success:
                 slot.ended = True
                 if self._first_ends:
@@ -448,6 +412,5 @@ def _status(slot: _Slot) -> Status:
         waiting=running and slot.progress is not None and slot.progress.waits,
         pid=slot.worker.pid if running and isinstance(slot.worker, Process) else None,
         restarts=max(0, slot.starts - 1),
-        error=slot.error,
         idle=time.monotonic() - stepped if stepped else None,
     )

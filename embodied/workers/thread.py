@@ -74,14 +74,8 @@ class Worker:
 
     def join(self, timeout: float | None = None) -> bool:
         """Waits for the worker to end; returns False after `timeout` seconds."""
-        if not self.started:
-            raise RuntimeError(f"Worker '{self.name}' must be started before join.")
+        assert self.started, f"Worker '{self.name}' must be started before join."
         return self._over.wait(timeout)
-
-    def check(self) -> None:
-        """Raises the worker's error, if there is one."""
-        if self._error is not None:
-            raise self._error
 
     def on_exit(self, callback: Callable[[Any], None]) -> None:
         """Calls `callback(worker)` once, after the worker has ended.
@@ -100,16 +94,8 @@ class Worker:
             self.start()
         return self
 
-    def __repr__(self) -> str:
-        state = "running" if self.running else "over" if self.started else "new"
-        return f"{type(self).__name__}({self.name!r}, {state})"
-
     def _take_call(self) -> tuple[Callable[..., Any], tuple]:
-        if self._call is None:
-            raise RuntimeError(
-                f"Worker '{self.name}' was started before. Make a new "
-                f"{type(self).__name__} to run its function again."
-            )
+        assert self._call is not None, f"Worker '{self.name}' was started before."
         return self._call
 
     def _finish(self, error: WorkerError | None) -> None:
@@ -131,7 +117,6 @@ class Thread(Worker):
         with Thread(serve, stop_event) as thread:
           ...
           stop_event.set()    # Leaving the block waits for the thread.
-        thread.check()
 
     A thread cannot be stopped from outside: tell its function to return.
     """

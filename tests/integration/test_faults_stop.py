@@ -10,7 +10,7 @@ import pytest
 from fault_testing import Run, check_replay, manifests
 from parallel_testing import HASTY, wait_until
 
-from embodied.run.parallel.stopping import StopDeadline
+from embodied.run.parallel.stopping import StopDeadline, StopTimeout
 
 SECONDS = 2.0  # Value of `run.stop_timeout`.
 GRACE = 3.0  # Of a hasty program, for roles that do not end on SIGTERM.
@@ -55,7 +55,10 @@ class TestStopDeadline:
     def test_whatever_is_written_or_trained_is_progress(self, tmp_path):
         stop, late = threading.Event(), threading.Event()
         (tmp_path / "replay").mkdir()
-        with StopDeadline(stop, tmp_path, 2.0, late.set) as watch:
+        with (
+            pytest.raises(StopTimeout),
+            StopDeadline(stop, tmp_path, 2.0, lambda _: late.set(), str) as watch,
+        ):
             assert not late.wait(2.5), "nobody has asked it to stop"
             stop.set()
             with (tmp_path / "replay" / "chunk").open("wb", buffering=0) as file:
@@ -69,6 +72,6 @@ class TestStopDeadline:
 
     def test_an_end_in_time_is_no_failure(self, tmp_path):
         stop, late = threading.Event(), threading.Event()
-        with StopDeadline(stop, tmp_path, 1.0, late.set):
+        with StopDeadline(stop, tmp_path, 1.0, lambda _: late.set(), str):
             stop.set()
         assert not late.wait(1.5)

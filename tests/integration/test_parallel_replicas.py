@@ -24,6 +24,7 @@ from embodied import rpc
 from embodied.run.parallel import replicas as replicas_module
 from embodied.run.parallel.replicas import (
     EXIT_START_AGAIN,
+    ReplicaLost,
     Replicas,
     ReplicaServer,
     ReplicaWatch,
@@ -173,7 +174,8 @@ def watched(port, index, count=COUNT, silence=30.0):
     """Watches the other replicas; yields the watch and an event that a loss sets."""
     lost = threading.Event()
     with rpc.Client(f"localhost:{port}", f"watch-{index}") as client:
-        with ReplicaWatch(index, count, client, silence, lost.set) as watch:
+        watch = ReplicaWatch(index, count, client, silence, lost.set)
+        with contextlib.suppress(ReplicaLost), watch:
             yield watch, lost
 
 

@@ -14,7 +14,7 @@ import embodied
 from embodied.base import TaskError
 from embodied.checkpoint import Checkpoint, CheckpointError
 from embodied.logger import output
-from embodied.run import Evaluation, viewer
+from embodied.run import Evaluation
 from embodied.run.eval_only import write_result
 
 evaluation = sys.modules["embodied.run.eval_only"]  # The function hides the module.
@@ -155,7 +155,7 @@ def test_a_video_of_an_episode_is_written_by_key(
                 assert abs(int(pixels[2, 2, 0]) - 100) < 8, "the second episode"
 
 
-class Screen:
+class Screen(evaluation.Window):
     """Stands in for a window."""
 
     def __init__(self, title):
@@ -188,15 +188,15 @@ def test_without_a_display_the_window_is_refused(monkeypatch):
         pytest.skip("elsewhere there is always a display")
     assert tkinter.TclError
     with pytest.raises(TaskError, match=r"run\.render: expected a display"):
-        viewer.Window("Title")
+        evaluation.Window("Title")
 
 
 def test_the_window_prefers_frames_that_were_drawn():
     image, frame = (np.full((4, 4, 3), value, np.uint8) for value in (1, 2))
     other = np.zeros((4, 4, 2), np.uint8)
-    assert viewer.pick_frame({"other": other}) is None
-    assert viewer.pick_frame({"other": other, "image": image}) is image
-    assert viewer.pick_frame({"image": image, "log/frame": frame}) is frame
+    assert evaluation.pick_frame({"other": other}) is None
+    assert evaluation.pick_frame({"other": other, "image": image}) is image
+    assert evaluation.pick_frame({"image": image, "log/frame": frame}) is frame
 
 
 def test_results_that_cannot_be_written_are_an_error(trained, tmp_path, capsys):

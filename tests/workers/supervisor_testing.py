@@ -35,6 +35,15 @@ def running(supervisor):
         raise thread.error.__cause__
 
 
+def set_after(seconds):
+    """Returns an event that is set after some seconds."""
+    event = threading.Event()
+    timer = threading.Timer(seconds, event.set)
+    timer.daemon = True
+    timer.start()
+    return event
+
+
 def status_of(supervisor, name):
     return {status.name: status for status in supervisor.status()}[name]
 

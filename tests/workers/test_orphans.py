@@ -104,7 +104,7 @@ def test_a_script_needs_no_main_guard(launch, tmp_path):
         """
         import sys
         import helper
-        from embodied.workers import Process, run
+        from embodied.workers import Process
 
         print("script", flush=True)
 
@@ -118,7 +118,10 @@ def test_a_script_needs_no_main_guard(launch, tmp_path):
         def fail():
             raise ValueError("on purpose")
 
-        run([Process(work, Task(), 2), Process(helper.double, 3)])
+        for process in Process(work, Task(), 2), Process(helper.double, 3):
+            with process:
+                process.join()
+                assert process.error is None
         failed = Process(fail, start=True)
         failed.join()
         print("raise ValueError" in failed.error.traceback, flush=True)
@@ -227,7 +230,7 @@ def test_an_interrupt_stops_the_children_before_it_propagates(launch):
     script = launch(
         """
         import threading
-        from embodied.workers import Process, run
+        from embodied.workers import Process
 
         def work():
             try:
@@ -238,7 +241,8 @@ def test_an_interrupt_stops_the_children_before_it_propagates(launch):
 
         process = Process(work)
         try:
-            run([process], grace=30)
+            with process:
+                process.join()
         except KeyboardInterrupt:
             print("interrupted", process.running, process.error, flush=True)
         """

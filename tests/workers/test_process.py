@@ -20,7 +20,7 @@ import psutil
 import pytest
 from process_testing import WAIT, fail_with, wait_for, wait_forever
 
-from embodied.workers import Process, Thread, WorkerError, run
+from embodied.workers import Process, Thread, WorkerError
 
 
 class TestResults:
@@ -37,7 +37,6 @@ class TestResults:
         assert line.receive() == "hello 3"
         assert process.join(WAIT)
         assert (process.running, process.exitcode, process.error) == (False, 0, None)
-        process.check()
 
     def test_the_name_is_that_of_the_function_unless_given(self):
         def work():
@@ -152,7 +151,7 @@ class TestErrors:
         assert str(error).startswith(f"Worker 'env-3' {error.reason}\n")
         assert "# The failing line." in str(error)
         with pytest.raises(WorkerError, match="env-3"):
-            process.check()
+            raise process.error
 
     def test_an_error_survives_pickling(self):
         error = WorkerError("env-3", "was lost.", "Traceback")
@@ -166,7 +165,9 @@ class TestErrors:
         def outer():
             from embodied.workers import Process
 
-            run([Process(inner, name="inner")])
+            with Process(inner, name="inner") as process:
+                process.join()
+            raise process.error
 
         process = Process(outer, name="outer", start=True)
         assert process.join(WAIT)
@@ -281,11 +282,11 @@ class TestErrors:
         assert process.join(WAIT)
         assert "ValueError: first" in str(process.error)
 
-    def test_misuse_says_what_to_do(self):
+    def test_it_starts_once_and_is_joined_after_that(self):
         process = Process(wait_forever(), name="env-3")
-        with pytest.raises(RuntimeError, match="'env-3' must be started"):
+        with pytest.raises(AssertionError, match="'env-3' must be started"):
             process.join()
         assert process.kill()
         with process:
-            with pytest.raises(RuntimeError, match="Make a new Process"):
+            with pytest.raises(AssertionError, match="'env-3' was started before"):
                 process.start()

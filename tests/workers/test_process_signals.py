@@ -303,7 +303,7 @@ class TestStopping:
             line.send("go")
             assert line.receive() == "alive"
             assert process.join(WAIT)
-            process.check()
+            assert process.error is None
 
 
 class TestLeftovers:

@@ -1,4 +1,4 @@
-"""Threads, callbacks at the end of a worker, and running several together.
+"""Threads, and callbacks at the end of a worker.
 
 Functions for child processes are nested in their tests, so that they travel by value
 and the children do not import this module.
@@ -6,16 +6,13 @@ and the children do not import this module.
 
 from __future__ import annotations
 
-import os
 import queue
-import signal
 import threading
-import time
 
 import pytest
-from process_testing import WAIT, fail_with, wait_forever
+from process_testing import WAIT, fail_with
 
-from embodied.workers import Process, Thread, WorkerError, run
+from embodied.workers import Process, Thread, WorkerError
 
 
 class TestOnExit:
@@ -60,7 +57,7 @@ class TestThread:
         assert thread.join(WAIT)
         assert not thread.running
         with pytest.raises(WorkerError, match="'actor' failed with ValueError") as info:
-            thread.check()
+            raise thread.error
         assert info.value.__cause__ is cause
         assert "raise error" in info.value.traceback
 
@@ -79,69 +76,3 @@ class TestThread:
         thread = Thread(fail_with(SystemExit(code)), start=True)
         assert thread.join(WAIT)
         assert (thread.error is None) == good
-
-
-class TestRun:
-    def test_it_starts_all_and_returns_when_all_have_ended(self, line):
-        def work(fd):
-
-            os.write(fd, b"done\n")
-
-        processes = [Process(work, line.fd, fds=[line.fd]) for _ in range(3)]
-        processes[1].start()
-        threads = [Thread(print), Thread(print, start=True)]
-        run([*processes, *threads])
-        assert [line.receive() for _ in range(3)] == ["done"] * 3
-        assert [process.exitcode for process in processes] == [0, 0, 0]
-        assert not any(thread.running for thread in threads)
-
-    def test_a_failure_stops_the_others_and_is_raised(self, line):
-        def work(fd):
-            import threading
-
-            try:
-                os.write(fd, b"ready\n")
-                threading.Event().wait()
-            finally:
-                os.write(fd, b"cleaned\n")
-
-        def fail(fd):
-
-            os.read(fd, 1)
-            raise ValueError("out of cheese")
-
-        other = Process(work, line.fd, fds=[line.fd], start=True)
-        assert line.receive() == "ready"
-        line.send("go")
-        with pytest.raises(WorkerError, match=r"'env-3' failed.*out of cheese"):
-            run(
-                [other, Process(fail, line.fd, fds=[line.fd], name="env-3")], grace=WAIT
-            )
-        assert line.receive() == "cleaned"
-        assert (other.exitcode, other.error) == (-signal.SIGTERM, None)
-
-    def test_a_failed_thread_stops_the_processes(self):
-        process = Process(wait_forever())
-        with pytest.raises(WorkerError, match="'learner' failed with OSError"):
-            run([process, Thread(fail_with(OSError("gone")), name="learner")])
-        assert not process.running
-
-    def test_a_failure_from_before_is_raised(self):
-        failed = Process(fail_with(ValueError("early")), start=True)
-        assert failed.join(WAIT)
-        with pytest.raises(WorkerError, match="early"):
-            run([Process(wait_forever()), failed])
-
-    def test_a_start_that_fails_stops_what_was_started(self):
-        process = Process(wait_forever())
-        with pytest.raises(TypeError, match="pickle"):
-            run([process, Process(print, threading.Lock())])
-        assert process.started
-        assert not process.running
-
-    def test_after_the_duration_everything_stops(self):
-        processes = [Process(wait_forever()) for _ in range(2)]
-        start = time.monotonic()
-        run(processes, duration=0.5)
-        assert time.monotonic() - start >= 0.5
-        assert [process.exitcode for process in processes] == [-signal.SIGTERM] * 2

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +21,10 @@ from embodied.replay import ReplayMemoryError
 from embodied.rpc import Disconnected, RemoteError, Unanswered
 from embodied.run.parallel import wiring
 from embodied.run.parallel.carries import Slots, make_table
-from embodied.run.parallel.live_reports import report_hops
 from embodied.run.parallel.observations import ObservationCheck
 from embodied.run.parallel.owners import Owners, tell_absences
 from embodied.run.parallel.rendezvous import Rendezvous
+from embodied.run.parallel.reports import report_role
 from embodied.run.settings import RunSettings
 
 INFLIGHT = 4  # Batches that may wait for the replay, or the logger, to take them.
@@ -85,7 +84,7 @@ class Actor:
         progress: Callable[[], None] = lambda: None,
     ):
         self.over = False  # Once set, calls of workers raise RunOver.
-        self.closing = False  # Once set, connections may be closed.
+        self.closing = threading.Event()  # Once set, connections may be closed.
         self.asked = threading.Event()  # Set when the first worker asks for actions.
         # Whether an env belongs to a worker that begins new episodes when told to.
         self.owns: Callable[[int], bool] = lambda envid: False
@@ -162,7 +161,7 @@ class Actor:
         try:
             self._publish(transitions)
         except Disconnected:
-            if not (self.over or self.closing):
+            if not (self.over or self.closing.is_set()):
                 raise
 
     def free(self, envids: list[int]) -> None:
@@ -191,9 +190,9 @@ class Actor:
             "timer/actor/policy": self._busy.share(),
             "timer/actor/held_back": self._blocked.share(),
             "parallel/policy_on_cpu": getattr(self._agent, "platform", "") == "cpu",
-            **dict(wiring.prefixed("server/actor", self._server_stats())),
-            **dict(wiring.prefixed("client/actor_replay", self._replay.stats())),
-            **dict(wiring.prefixed("client/actor_logger", self._logger.stats())),
+            **wiring.prefixed("server/actor", self._server_stats()),
+            **wiring.prefixed("client/actor_replay", self._replay.stats()),
+            **wiring.prefixed("client/actor_logger", self._logger.stats()),
         }
 
     def _publish(self, transitions: Transitions) -> None:
@@ -224,7 +223,7 @@ class Actor:
         slots, new = self._slots.find(ids)
         try:
             obs = {**obs, "is_first": obs["is_first"] | new}
-            return *self._table.step(slots, obs, mode, envids), new
+            return *self._table.policy_table(slots, obs, mode, envids), new
         finally:
             self._slots.done(slots)
 
@@ -251,7 +250,7 @@ class Actor:
         return actions, outputs, np.concatenate([part[2] for part in parts])
 
     def _film(self, transitions: Transitions) -> dict[str, Any]:
-        """Returns the images of the envs that are being filmed."""
+        """Returns the images of the env that is being filmed."""
         is_eval = bool(transitions.is_eval[0])
         lowest = int(transitions.envid.min())
         with self._lock:
@@ -262,7 +261,7 @@ class Actor:
         if not len(rows):
             return {}
         images = {
-            key: np.asarray(value)[rows[-1:]]
+            key: np.asarray(value)[rows[-1]]
             for key, value in transitions.stored.items()
             if value.dtype == np.uint8
             and value.ndim == 4
@@ -270,7 +269,7 @@ class Actor:
         }
         if not images:
             return {}
-        return {"images": images, "image_envid": np.array([filmed], np.int32)}
+        return {"images": images, "image_envid": filmed}
 
     def _not_stored(self, batch: tuple[list[int], int], error: Exception) -> None:
         if isinstance(error, RemoteError) and error.type == ReplayMemoryError.__name__:
@@ -288,7 +287,12 @@ class Actor:
         logger.warning("The logger did not count a batch: %s", error)
 
 
-def parallel_actor(agent: Agent, barrier: threading.Barrier, args: Any) -> None:
+def parallel_actor(
+    agent: Agent,
+    barrier: threading.Barrier,
+    args: Any,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
     """Serves `act` until the run is over.
 
     Args:
@@ -296,13 +300,13 @@ def parallel_actor(agent: Agent, barrier: threading.Barrier, args: Any) -> None:
       barrier: of two; see `Rendezvous`. Nothing is collected before the learner has
         restored the agent.
       args: the `run` block of the configuration and what belongs to it.
+      progress: called after every batch.
     """
     settings = RunSettings.from_args(args)
     wiring.check_addresses(settings, "actor_addr", "replay_addr", "logger_addr")
-    rendezvous = Rendezvous(barrier, "actor", "learner")
-    with rendezvous:
+    with Rendezvous(barrier, "actor", "learner") as rendezvous:
         if rendezvous.meet():
-            run_actor(agent, rendezvous, settings)
+            run_actor(agent, rendezvous, settings, progress)
 
 
 def run_actor(
@@ -348,14 +352,15 @@ def run_actor(
             group="is_eval",
         )
         server.bind("env_ids", owners.env_ids)
-        left = threading.Event()
         roles = dict(zip(("the replay", "the logger"), clients))
-        with server, _report_hops(settings, actor, server, *clients):
-            _start_thread(tell_absences, owners.absences, roles, left)
-            _start_thread(
-                wiring.tell_statistics,
-                *(clients[1], actor.stats, settings.log_every, left),
-            )
+        ends = {
+            "server/actor": server,
+            "client/actor_replay": clients[0],
+            "client/actor_logger": clients[1],
+        }
+        counters = {"policy": lambda: actor.steps}
+        with server, report_role(settings, "actor", ends, counters, actor.stats):
+            _start_thread(tell_absences, owners.absences, roles, actor.closing)
             if settings.remote_envs:
                 _start_thread(wait_for_envs, actor, settings)
             try:
@@ -363,8 +368,7 @@ def run_actor(
                 # Not after a failure: then workers wait until the agent is restarted.
                 actor.over = True
             finally:
-                actor.closing = True
-                left.set()
+                actor.closing.set()
                 # First, since workers would wait for as long as the replay is full.
                 for client in clients:
                     client.close()
@@ -373,17 +377,6 @@ def run_actor(
     finally:
         for client in clients:
             client.close()
-
-
-def _report_hops(
-    settings: RunSettings, actor: Actor, server: Any, replay: Any, log: Any
-) -> AbstractContextManager[None]:
-    ends = {
-        "server/actor": server,
-        "client/actor_replay": replay,
-        "client/actor_logger": log,
-    }
-    return report_hops(settings, "actor", ends, {"policy": lambda: actor.steps})
 
 
 def _start_thread(function: Callable[..., None], *arguments: Any) -> None:
@@ -410,7 +403,7 @@ def wait_for_envs(actor: Actor, settings: RunSettings) -> None:
             command,
         )
 
-    wiring.wait_until(actor.asked.wait, tell, lambda: actor.closing)
+    wiring.wait_until(actor.asked.wait, tell, actor.closing.is_set)
 
 
 def _wait_for_goodbyes(server: Any) -> None:

@@ -19,10 +19,10 @@ from embodied.base import Agent
 from embodied.run.console import SAVING, show_messages, stop_on_signals
 from embodied.run.live import record_events, record_run
 from embodied.run.parallel import wiring
-from embodied.run.parallel.actor import run_actor
+from embodied.run.parallel.actor import parallel_actor
 from embodied.run.parallel.learner import run_learner
 from embodied.run.parallel.rendezvous import Rendezvous
-from embodied.run.parallel.replicas import join_replicas, watch_replicas
+from embodied.run.parallel.replicas import watch_replicas
 from embodied.run.parallel.stopping import StopTimeout
 from embodied.run.saving import write_config
 from embodied.run.settings import RunSettings
@@ -32,7 +32,8 @@ from embodied.workers.thread import Worker
 
 GRACE = 10.0  # Seconds for roles to end after the agent.
 LEAVE_SECONDS = 30.0  # For the actor to end after the learner.
-ABANDON_SECONDS = 3.0  # For both to end once the run is abandoned.
+ABANDON_SECONDS = 3.0  # For each to end once the run is abandoned.
+LOOK_SECONDS = 0.5  # Until it is noticed that the run is abandoned.
 # Names of errors that an agent would only raise again if its process were restarted.
 _FINAL = ("ConfigError", "DiskTooSmallError", "ReplayMemoryError", "SetupError")
 LIMITS = dict.fromkeys((*_FINAL, StopTimeout.__name__), 0)
@@ -104,18 +105,17 @@ def run_agent(
         wiring.write_addresses(settings)
     barrier = threading.Barrier(2)
     step = progress.step if progress else lambda: None
-    actor = Thread(_act, agent, barrier, settings, step, name="actor")
-    learner = Thread(_learn, agent, barrier, settings, stop, step, name="learner")
-    if abandon is not None:
-        threading.Thread(
-            target=_abandon, args=(abandon, barrier), name="abandon", daemon=True
-        ).start()
+    actor = Thread(parallel_actor, agent, barrier, settings, step, name="actor")
+    learner = Thread(run_learner, agent, barrier, settings, stop, step, name="learner")
     actor.start()
     learner.start()
     rendezvous = Rendezvous(barrier, "agent", "launcher")
-    while not learner.join(ABANDON_SECONDS):
-        if rendezvous.abandoned:
-            break  # It may wait for a silent role until the process ends.
+    while not (learner.join(LOOK_SECONDS) or rendezvous.abandoned):
+        if abandon is not None and abandon.is_set():
+            rendezvous.abandon()
+    if rendezvous.abandoned:
+        # Not for longer: it may wait for a silent role until the process ends.
+        learner.join(ABANDON_SECONDS)
     actor.join(ABANDON_SECONDS if rendezvous.abandoned else LEAVE_SECONDS)
     failure = rendezvous.failure
     if failure is not None:
@@ -222,33 +222,3 @@ def _pass_on(
         done.set()  # It has failed and was not restarted yet: nothing to save.
     else:
         os.kill(pid, STOP)
-
-
-def _abandon(abandon: threading.Event, barrier: threading.Barrier) -> None:
-    abandon.wait()
-    Rendezvous(barrier, "launcher", "agent").abandon()
-
-
-def _act(
-    agent: Agent,
-    barrier: threading.Barrier,
-    settings: RunSettings,
-    progress: Callable[[], None],
-) -> None:
-    with Rendezvous(barrier, "actor", "learner") as rendezvous:
-        if rendezvous.meet():
-            run_actor(agent, rendezvous, settings, progress)
-
-
-def _learn(
-    agent: Agent,
-    barrier: threading.Barrier,
-    settings: RunSettings,
-    stop: threading.Event,
-    progress: Callable[[], None],
-) -> None:
-    with (
-        Rendezvous(barrier, "learner", "actor") as rendezvous,
-        join_replicas(settings) as replicas,
-    ):
-        run_learner(agent, rendezvous, settings, stop, progress, replicas)

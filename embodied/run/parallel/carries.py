@@ -6,7 +6,7 @@ import collections
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,46 +15,12 @@ from embodied.base import Agent, Array, Tree
 logger = logging.getLogger("embodied.run")
 
 
-class Table(Protocol):
-    """Carries by slot; all methods may be called from several threads."""
-
-    def resize(self, slots: int) -> None:
-        """Makes room for so many envs, and resets all carries."""
-
-    def reset(self, slots: Sequence[int]) -> None:
-        """Resets the carries of slots, for other envs."""
-
-    def step(
-        self, slots: Any, obs: dict[str, Array], mode: str, envids: Any
-    ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Runs the policy on distinct slots; returns actions and outputs [B, ...]."""
-
-
-class DeviceTable:
-    """Carries that an agent keeps on its device (`init_table`, `policy_table`)."""
-
-    def __init__(self, agent: Any):
-        self._agent = agent
-
-    def resize(self, slots: int) -> None:
-        """Makes room for so many envs, and resets all carries."""
-        self._agent.init_table(slots)
-
-    def reset(self, slots: Sequence[int]) -> None:
-        """Resets the carries of slots, for other envs."""
-        self._agent.reset_slots(slots)
-
-    def step(
-        self, slots: Any, obs: dict[str, Array], mode: str, envids: Any
-    ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Runs the policy in one call of the device."""
-        return self._agent.policy_table(slots, obs, mode, envids)
-
-
 class HostTable:
-    """Carries of any agent, as rows in this process's memory.
+    """Carries of any agent, as rows in this process's memory, one for each slot.
 
-    `_lock` guards the rows; the policy runs without it.
+    Has the methods by which other agents keep the carries on their device. All of them
+    may be called from several threads, `policy_table` with different slots. `_lock`
+    guards the rows; the policy runs without it.
     """
 
     def __init__(self, agent: Agent):
@@ -63,18 +29,18 @@ class HostTable:
         self._rows: dict[int, Tree] = {}
         self._first = _rows(agent.init_policy(1), 1)[0]
 
-    def resize(self, slots: int) -> None:
-        """Resets all carries."""
+    def init_table(self, slots: int) -> None:
+        """Resets all carries; there is room for any number of slots."""
         with self._lock:
             self._rows.clear()
 
-    def reset(self, slots: Sequence[int]) -> None:
+    def reset_slots(self, slots: Sequence[int]) -> None:
         """Resets the carries of slots, for other envs."""
         with self._lock:
             for slot in slots:
                 self._rows.pop(int(slot), None)
 
-    def step(
+    def policy_table(
         self, slots: Any, obs: dict[str, Array], mode: str, envids: Any
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Runs the policy on the stacked carries, and splits the new ones into rows."""
@@ -91,10 +57,9 @@ class HostTable:
         )
 
 
-def make_table(agent: Agent) -> Table:
-    """Makes the table that suits an agent."""
-    on_device = all(hasattr(agent, x) for x in ("init_table", "policy_table"))
-    return DeviceTable(agent) if on_device else HostTable(agent)
+def make_table(agent: Agent) -> Any:
+    """Returns the agent if it keeps carries on its device, else a `HostTable`."""
+    return agent if hasattr(agent, "policy_table") else HostTable(agent)
 
 
 class Slots:
@@ -104,11 +69,11 @@ class Slots:
     step writes its carry in the end.
 
     Args:
-      table: of the carries.
+      table: of the carries, from `make_table`.
       count: number of expected envs; the table grows if there are more.
     """
 
-    def __init__(self, table: Table, count: int):
+    def __init__(self, table: Any, count: int):
         self._table = table
         self._lock = threading.Lock()
         self._slots: dict[int, int] = {}
@@ -171,7 +136,7 @@ class Slots:
 
     def _reuse(self, slots: list[int]) -> None:
         if slots:
-            self._table.reset(slots)
+            self._table.reset_slots(slots)
             self._free.extend(slots)
 
     def _resize(self, count: int) -> None:
@@ -182,7 +147,7 @@ class Slots:
                 count,
             )
         count += len(self._stepping)
-        self._table.resize(count)
+        self._table.init_table(count)
         self._slots = {}
         self._away = set()
         self._freed = set(self._stepping)

@@ -92,7 +92,9 @@ class Conductor:
         self._checkpoint = Checkpoint(root, FOLDER, keep=settings.keep)
         self._writer = PartWriter(self._checkpoint)
         self._starts = StartCounter(root / FOLDER)
-        self._running: concurrent.futures.Future[bool] | None = None
+        # Of the last save: whether it succeeded.
+        self._running: concurrent.futures.Future[bool] = concurrent.futures.Future()
+        self._running.set_result(True)
         self._parts: dict[str, Any] = {}  # Futures of the roles for the last save.
         self._abandoned = threading.Event()
 
@@ -141,8 +143,7 @@ class Conductor:
         """
         self.wait()
         self._saves += 1
-        running: concurrent.futures.Future[bool] = concurrent.futures.Future()
-        self._running = running
+        running = self._running = concurrent.futures.Future()
         try:
             # Checked after `_running` is set, so that `abandon` finds and completes it.
             tag, starts = (NO_TAG, 0) if self._abandoned.is_set() else self._agree()
@@ -168,7 +169,7 @@ class Conductor:
     @property
     def busy(self) -> bool:
         """Whether the last save is still being written."""
-        return self._running is not None and not self._running.done()
+        return not self._running.done()
 
     @property
     def awaited(self) -> str:
@@ -178,8 +179,6 @@ class Conductor:
 
     def wait(self) -> bool:
         """Waits until the last save is written; returns whether it succeeded."""
-        if self._running is None:
-            return True
         return self._running.result()
 
     def abandon(self) -> None:
@@ -188,13 +187,11 @@ class Conductor:
         The thread of a save in progress ends when the connections close.
         """
         self._abandoned.set()
-        if self._running is not None:
-            _complete(self._running, False)
+        _complete(self._running, False)
 
     def close(self) -> None:
         """Waits for a save in progress."""
-        if self._running is not None:
-            concurrent.futures.wait([self._running])
+        concurrent.futures.wait([self._running])
 
     def _take_back_updates(self, manifest: Manifest) -> None:
         """Tells the replay which updates the restored weights contain."""

@@ -11,7 +11,7 @@ import functools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,16 +19,16 @@ import numpy as np
 from embodied.base import BatchEnv, Env
 from embodied.driver import no_exit
 from embodied.rpc import Disconnected, RemoteError
+from embodied.run.collecting import MakeEnv
 from embodied.run.console import STOPPING, show_messages, stop_on_signals
 from embodied.run.live import record_events
 from embodied.run.parallel import wiring
-from embodied.run.parallel.env_usage import report_env_usage
 from embodied.run.parallel.observations import SAME_TASK, ObservationError
 from embodied.run.parallel.owners import worker_info
+from embodied.run.parallel.reports import report_workers
 from embodied.run.settings import RunSettings
 from embodied.workers import Process, Progress, RestartPolicy, Supervisor, WorkerError
 
-MakeEnv = Callable[[int], Env]
 RUN_OVER = "RunOver"  # Type of the actor's answer after the end of the run.
 
 # Restarts after errors that a new worker would most likely raise again. Environments
@@ -202,9 +202,17 @@ def parallel_env(
       args: the `run` block of the configuration and what belongs to it.
       is_eval: whether it evaluates.
     """
-    settings = RunSettings.from_args(args)
-    with show_messages():
-        run_worker(make_env, [envid], settings, is_eval)
+    _worker_process(make_env, [envid], RunSettings.from_args(args), is_eval)
+
+
+def _worker_process(
+    make_env: bytes | MakeEnv,
+    envids: Sequence[int],
+    settings: RunSettings,
+    *arguments: Any,
+) -> None:
+    with show_messages(), record_events(settings.logdir):
+        run_worker(make_env, envids, settings, *arguments)
 
 
 def run_worker(
@@ -240,7 +248,7 @@ def run_worker(
             )
         )
         with progress.waiting() if progress else contextlib.nullcontext():
-            first = settings.env_offset in envids or progress is None
+            first = settings.env_offset in envids or not supervisor
             wiring.connect(client, name, "actor", lambda: False, quiet=not first)
         # Often enough to notice that a worker was stopped while it waits.
         worker = EnvWorker(groups, client, progress, beat=settings.env_timeout / 4)
@@ -283,7 +291,7 @@ def parallel_envs(
         )
         with supervisor:
             add_workers(supervisor, make_env, make_env_eval, settings, name)
-            with report_env_usage(supervisor, settings):
+            with report_workers(supervisor, settings):
                 supervisor.run(until=stop)
 
 
@@ -314,7 +322,12 @@ def add_workers(
                 worker_name(ids),
                 "env",
                 functools.partial(
-                    _make_worker, make, ids, settings, is_eval, progress, name
+                    Process,
+                    _worker_process,
+                    *(make, ids, settings, is_eval, progress, name),
+                    name=worker_name(ids),
+                    fds=[progress.fd],
+                    shielded=True,
                 ),
                 RestartPolicy(
                     settings.restarts["env"], hang=settings.env_timeout, limits=LIMITS
@@ -334,27 +347,3 @@ def worker_name(envids: Sequence[int]) -> str:
     """Returns the name of a worker: env-3, or env-0-7."""
     first, last = envids[0], envids[-1]
     return f"env-{first}" if first == last else f"env-{first}-{last}"
-
-
-def _make_worker(
-    make_env: bytes | MakeEnv,
-    envids: list[int],
-    settings: RunSettings,
-    is_eval: bool,
-    progress: Progress,
-    supervisor: str,
-) -> Process:
-    return Process(
-        _worker_process,
-        *(make_env, envids, settings, is_eval, progress, supervisor),
-        name=worker_name(envids),
-        fds=[progress.fd],
-        shielded=True,
-    )
-
-
-def _worker_process(
-    make_env: bytes, envids: list[int], settings: RunSettings, *arguments: Any
-) -> None:
-    with show_messages(), record_events(settings.logdir):
-        run_worker(make_env, envids, settings, *arguments)

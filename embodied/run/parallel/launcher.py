@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
+from cloudpickle import dumps
 
 from embodied.checkpoint import write_file
 from embodied.rpc.threads import raise_descriptor_limit
@@ -18,9 +18,9 @@ from embodied.run.console import SAVING, show_messages, stop_on_signals
 from embodied.run.live import RESTART, record_run
 from embodied.run.parallel import agent, env, replay, wiring
 from embodied.run.parallel import logger as loggers
-from embodied.run.parallel.env_usage import report_env_usage
 from embodied.run.parallel.replicas import watch_replicas
-from embodied.run.parallel.stopping import StopDeadline, StopTimeout
+from embodied.run.parallel.reports import report_workers
+from embodied.run.parallel.stopping import StopDeadline
 from embodied.run.settings import RunSettings
 from embodied.workers import (
     Process,
@@ -70,73 +70,76 @@ def combined(
       RoleError: the arguments do not fit together.
     """
     settings = prepare(RunSettings.from_args(args))
-    dumps = cloudpickle.dumps
-
-    def add_roles(
-        supervisor: Supervisor,
-        stop: threading.Event,
-        done: threading.Event,
-        progress: Progress,
-    ) -> None:
-        _add_process(
-            supervisor,
-            "logger",
-            settings,
-            loggers.parallel_logger,
-            [dumps(make_logger), settings],
-        )
+    done, progress = threading.Event(), Progress()  # Of the agent.
+    with (
+        show_messages(),
+        record_run(settings.logdir, "A parallel run"),
+        stop_on_signals(SAVING) as stop,
+        watch_replicas(settings, on_lost=done.set) as report_failure,
+        _supervise(settings, stop, done, report_failure) as supervisor,
+    ):
+        add = functools.partial(_add_process, supervisor, settings)
+        add("logger", loggers.parallel_logger, make_logger)
         if not settings.remote_replay:
             factories = (make_replay_train, make_replay_eval, make_stream)
-            _add_process(
-                supervisor,
-                "replay",
-                settings,
-                replay.parallel_replay,
-                [*map(dumps, factories), settings],
-            )
+            add("replay", replay.parallel_replay, *factories)
         agent.add_agent(supervisor, make_agent, settings, stop, done, progress)
         workers = 0
         if not settings.remote_envs:
             makers = (dumps(make_env_train), dumps(make_env_eval))
             workers = env.add_workers(supervisor, *makers, settings)
         _tell_start(settings, workers)
+        deadline = StopDeadline(
+            *(stop, settings.logdir, settings.stop_timeout + AGENT_FIRST),
+            give_up=lambda error: done.set(),
+            awaited=lambda: "the agent",
+            # All that the agent does, since it watches its end itself.
+            progress=lambda: progress.stepped,
+        )
+        with deadline, report_workers(supervisor, settings):
+            supervisor.run(until=done)
 
-    with (
-        show_messages(),
-        record_run(settings.logdir, "A parallel run"),
-        stop_on_signals(SAVING) as stop,
-    ):
-        _run_roles(add_roles, settings, stop)
 
-
-def _run_roles(
-    add_roles: Callable[[Supervisor, threading.Event, threading.Event, Progress], None],
+@contextlib.contextmanager
+def _supervise(
     settings: RunSettings,
     stop: threading.Event,
-) -> None:
-    """Supervises the roles that a function adds, until the agent ends the run."""
-    done, progress = threading.Event(), Progress()  # Of the agent.
-    with watch_replicas(settings, on_lost=done.set) as report_failure:
+    done: threading.Event,
+    report_failure: Callable[[str], None],
+) -> Iterator[Supervisor]:
+    """Makes the supervisor of all roles, which are stopped when the body ends."""
 
-        def on_failure(error: RunFailed) -> None:
-            _save_first(stop, done, error)
-            report_failure(f"Worker {error.name!r} {error.reason}")
+    def on_failure(error: RunFailed) -> None:
+        if error.role == "env" and not stop.is_set():
+            log.warning(
+                "Worker %s failed for good. Saving before the end ...", error.name
+            )
+            stop.set()
+            done.wait()  # Set at the latest by the StopDeadline.
+        report_failure(f"Worker {error.name!r} {error.reason}")
 
-        supervisor = Supervisor(
+    def on_restart(name: str, error: WorkerError | None) -> None:
+        if done.is_set():
+            return
+        if stop.is_set() and name == "agent" and error is not None:
+            raise RunFailed(name, error.reason, error.traceback, "agent")
+        reason = "it ended." if error is None else error.reason
+        event = {"kind": RESTART, "role": name}
+        log.warning("Role %s is restarted: %s", name, reason, extra={"event": event})
+        if error is not None:
+            _write_error(settings, error)
+
+    try:
+        with Supervisor(
             grace=agent.GRACE,
             stall_timeout=settings.stall_timeout,
-            on_restart=functools.partial(_before_restart, settings, stop, done),
+            on_restart=on_restart,
             on_failure=on_failure,
-        )
-        with supervisor:
-            add_roles(supervisor, stop, done, progress)
-            try:
-                with _bounded_stop(settings, stop, done, progress):
-                    with report_env_usage(supervisor, settings):
-                        supervisor.run(until=done)
-            except RunFailed as error:
-                _write_error(settings, error)
-                raise
+        ) as supervisor:
+            yield supervisor
+    except RunFailed as error:
+        _write_error(settings, error)
+        raise
 
 
 def prepare(settings: RunSettings) -> RunSettings:
@@ -160,11 +163,12 @@ def prepare(settings: RunSettings) -> RunSettings:
 
 def _add_process(
     supervisor: Supervisor,
-    role: str,
     settings: RunSettings,
+    role: str,
     function: Any,
-    arguments: list[Any],
+    *factories: Callable[..., Any],
 ) -> None:
+    arguments = [*map(dumps, factories), settings]
     supervisor.add(
         role,
         role,
@@ -185,66 +189,6 @@ def _tell_start(settings: RunSettings, workers: int) -> None:
         "Addresses: actor %s, replay %s, logger %s.",
         *(getattr(settings, key) for key in wiring.ADDRESSES),
     )
-
-
-def _before_restart(
-    settings: RunSettings,
-    stop: threading.Event,
-    done: threading.Event,
-    name: str,
-    error: WorkerError | None,
-) -> None:
-    """Logs why a role is restarted; raises the agent's error if the run is to stop."""
-    if done.is_set():
-        return
-    if stop.is_set() and name == "agent" and error is not None:
-        raise RunFailed(name, error.reason, error.traceback, "agent")
-    _tell_restart(settings, name, error)
-
-
-@contextlib.contextmanager
-def _bounded_stop(
-    settings: RunSettings,
-    stop: threading.Event,
-    done: threading.Event,
-    progress: Progress,
-) -> Iterator[None]:
-    """Sets `done` if a stop makes no progress and the agent does not end by itself.
-
-    All that the agent does is progress here, since the agent itself watches its end.
-
-    Raises:
-      StopTimeout: after the body, if that was the case.
-    """
-    seconds, late = settings.stop_timeout + AGENT_FIRST, threading.Event()
-
-    def give_up() -> None:
-        late.set()
-        done.set()
-
-    def stepped() -> float:
-        return progress.stepped
-
-    with StopDeadline(stop, settings.logdir, seconds, give_up, stepped):
-        yield
-    if late.is_set():
-        raise StopTimeout.after(seconds, settings.logdir, "the agent")
-
-
-def _save_first(stop: threading.Event, done: threading.Event, error: RunFailed) -> None:
-    """Lets the agent save before the run ends because an env worker has failed."""
-    if error.role == "env" and not stop.is_set():
-        log.warning("Worker %s failed for good. Saving before the end ...", error.name)
-        stop.set()
-        done.wait()  # Set at the latest by `_bounded_stop`.
-
-
-def _tell_restart(settings: RunSettings, name: str, error: WorkerError | None) -> None:
-    reason = "it ended." if error is None else error.reason
-    event = {"kind": RESTART, "role": name}
-    log.warning("Role %s is restarted: %s", name, reason, extra={"event": event})
-    if error is not None:
-        _write_error(settings, error)
 
 
 def _write_error(settings: RunSettings, error: WorkerError) -> None:

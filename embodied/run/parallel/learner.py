@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,18 +14,14 @@ from embodied.base import Agent, Array, Stream, Tree
 from embodied.checkpoint import CheckpointError
 from embodied.clock import GlobalClock
 from embodied.rpc import Disconnected
-from embodied.run.metrics import Means
+from embodied.run.metrics import Means, Meter
 from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import UPDATES
 from embodied.run.parallel.conductor import Conductor
-from embodied.run.parallel.live_reports import report_hops
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import Replicas, join_replicas, serve_replicas
-from embodied.run.parallel.stopping import (
-    StopDeadline,
-    StopTimeout,
-    note_compiling,
-)
+from embodied.run.parallel.reports import report_role
+from embodied.run.parallel.stopping import RunEnd, StopDeadline, note_compiling
 from embodied.run.settings import RunSettings
 from embodied.run.usage import Usage
 
@@ -47,8 +42,7 @@ class Learner:
       replay: client of the replay: `update` and, for reports, `sample_batch_…`.
       logger: client of the logger: `add`.
       settings: sizes of batches and reports.
-      stream_wait: returns the share of time that the stream waited for the replay.
-      stream_stats: returns statistics of the connection that delivers the batches.
+      stream_stats: returns metrics of the stream since the last call.
     """
 
     def __init__(
@@ -58,7 +52,6 @@ class Learner:
         replay: Any,
         logger: Any,
         settings: RunSettings,
-        stream_wait: Callable[[], float] = lambda: 0.0,
         stream_stats: Callable[[], dict[str, float]] = dict,
     ):
         self.updates = 0
@@ -67,25 +60,24 @@ class Learner:
         self._replay = replay
         self._logger = logger
         self._settings = settings
-        self._stream_wait = stream_wait
         self._stream_stats = stream_stats
         self._carry: Tree = agent.init_train(settings.batch_size)
         self._means = Means()
         self._usage = Usage(settings.usage)
-        self._waiting = wiring.TimeShare()
-        self._training = wiring.TimeShare()
-        self._counted = (time.monotonic(), 0)
+        self._rows = settings.batch_size * settings.batch_length
+        self._meter = Meter()
         self._results = wiring.PendingCalls(self._not_taken)
 
     def step(self) -> None:
         """Makes one update; raises StopIteration if there are no more batches."""
-        with self._waiting:
+        with self._meter.section("learner/wait"):
             batch = next(self._batches)
         if not self.updates:
             self._send({UPDATES: 0})
-        with self._training:
+        with self._meter.section("learner/train"):
             self._carry, outputs, metrics = self._agent.train(self._carry, batch)
         self.updates += 1
+        self._meter.count("train", self._rows)
         if self.updates == 1:
             self._begin()
         self._give_back(outputs)
@@ -113,35 +105,31 @@ class Learner:
         finally:
             for part in (stream, batches):
                 getattr(part, "close", lambda: None)()
-        self._send(dict(wiring.prefixed(source, means.result())))
+        self._send(wiring.prefixed(source, means.result()))
 
     def log(self) -> None:
         """Sends metrics since the last call to the logger."""
-        now, (since, before) = time.monotonic(), self._counted
-        self._counted = (now, self.updates)
-        rate = (self.updates - before) / max(1e-9, now - since)
-        batch = self._settings.batch_size * self._settings.batch_length
+        idle, rates = self._meter.idle, self._meter.result()
+        per_second = rates.pop("fps/train", 0.0)
+        if not idle:  # Otherwise every curve would end with zero.
+            rates["fps/train"] = per_second
         self._send(
             {
-                **dict(wiring.prefixed("train", self._means.result())),
-                **({"fps/train": rate * batch} if rate else {}),
+                **wiring.prefixed("train", self._means.result()),
+                **rates,
                 UPDATES: self.updates,
-                "parallel/updates_per_second": rate,
-                "timer/learner/wait": self._waiting.share(),
-                "timer/learner/train": self._training.share(),
-                "timer/learner/stream_wait": self._stream_wait(),
-                **dict(wiring.prefixed("client/learner_samples", self._stream_stats())),
-                **dict(wiring.prefixed("client/learner_replay", self._replay.stats())),
-                **dict(wiring.prefixed("client/learner_logger", self._logger.stats())),
-                **dict(wiring.prefixed("usage/agent", self._usage.result())),
+                "parallel/updates_per_second": per_second / self._rows,
+                **self._stream_stats(),
+                **wiring.prefixed("client/learner_replay", self._replay.stats()),
+                **wiring.prefixed("client/learner_logger", self._logger.stats()),
+                **wiring.prefixed("usage/agent", self._usage.result()),
             }
         )
 
     def _begin(self) -> None:
         """Restarts measurements: the time so far went into filling and compiling."""
-        for share in (self._waiting.share, self._training.share, self._stream_wait):
-            share()
-        self._counted = (time.monotonic(), self.updates)
+        self._meter.result()
+        self._stream_stats()
         self._send({UPDATES: self.updates})
 
     def _give_back(self, outputs: dict[str, Any]) -> None:
@@ -165,33 +153,51 @@ def parallel_learner(agent: Agent, barrier: threading.Barrier, args: Any) -> Non
     """
     settings = RunSettings.from_args(args)
     wiring.check_addresses(settings, "replay_addr", "logger_addr")
-    with (
-        Rendezvous(barrier, "learner", "actor") as rendezvous,
-        serve_replicas(settings),
-        join_replicas(settings) as replicas,
-    ):
-        run_learner(agent, rendezvous, settings, threading.Event(), replicas=replicas)
+    with Rendezvous(barrier, "learner", "actor"), serve_replicas(settings):
+        run_learner(agent, barrier, settings, threading.Event())
 
 
 def run_learner(
     agent: Agent,
-    rendezvous: Rendezvous,
+    barrier: threading.Barrier,
     settings: RunSettings,
     stop: threading.Event,
     progress: Callable[[], None] = lambda: None,
-    replicas: Replicas | None = None,
 ) -> None:
     """Trains until the end of the run, or until `stop` is set; then saves.
 
     Args:
       agent: shared with the actor.
-      rendezvous: the learner's side of the barrier.
-      settings: see `parallel_learner`.
+      barrier: see `parallel_learner`.
+      settings: see there.
       stop: ends the run when set; set when the run ends.
       progress: called after every update, and while the agent compiles during a stop.
-      replicas: the hosts of the run, which train, save and end together.
     """
-    replicas = replicas or Replicas()
+    with (
+        Rendezvous(barrier, "learner", "actor") as rendezvous,
+        join_replicas(settings) as replicas,
+    ):
+        begun = _learn(agent, rendezvous, replicas, settings, stop, progress)
+        rendezvous.check()
+        if not begun:
+            rendezvous.call_off()
+            return
+        with contextlib.suppress(TimeoutError):
+            rendezvous.meet(END_SECONDS)
+
+
+def _learn(
+    agent: Agent,
+    rendezvous: Rendezvous,
+    replicas: Replicas,
+    settings: RunSettings,
+    stop: threading.Event,
+    progress: Callable[[], None],
+) -> bool:
+    """Connects, restores the agent and trains; returns False if the run is over before.
+
+    The replicas, the hosts of the run, train, save and end together.
+    """
     with contextlib.ExitStack() as stack:
 
         def connect(name: str, address: str, inflight: int = 16) -> Any:
@@ -206,23 +212,25 @@ def run_learner(
         log = connect("logger", settings.logger_addr)
         ended = connect("end", settings.logger_addr)
         over = stack.enter_context(
-            _RunEnd(stop, rendezvous, settings.duration, replicas)
+            RunEnd(stop, rendezvous, settings.duration, replicas)
         )
         if not _connect(samples, log, replicas, stop):
-            rendezvous.check()
-            rendezvous.call_off()
-            return
+            return False
         conductor = Conductor(agent, samples, log, settings, replicas)
         stack.callback(conductor.close)
         rendezvous.on_failure(
             lambda: conductor.abandon() if rendezvous.abandoned else None
         )
-        changing = note_compiling(agent, progress)
-        watch = _watch_stop(stop, settings, rendezvous, conductor, changing)
+        # Makes the agent fail if its last save makes no progress.
+        watch = StopDeadline(
+            *(stop, settings.logdir, settings.stop_timeout),
+            give_up=rendezvous.abandon,
+            awaited=lambda: conductor.awaited,
+            progress=note_compiling(agent, progress),
+        )
         stack.enter_context(watch)
         if not _restore(conductor, over, settings, replicas):
-            rendezvous.call_off()
-            return
+            return False
         rendezvous.meet()
         steps = math.ceil(settings.steps / replicas.count)
         over.when(lambda: ended.wait_step(steps))
@@ -233,43 +241,18 @@ def run_learner(
         stack.callback(getattr(batches, "close", lambda: None))
         stack.callback(stream.close)  # Runs before the one above, which waits for it.
         learner = Learner(
-            *(agent, iter(batches), replay, log, settings),
-            stream_wait=stream.waiting.share,
-            stream_stats=samples.stats,
+            *(agent, iter(batches), replay, log, settings), stream_stats=stream.stats
         )
-        stack.enter_context(_report_hops(settings, learner, samples, replay, log))
+        ends = {
+            "client/learner_samples": samples,
+            "client/learner_replay": replay,
+            "client/learner_logger": log,
+        }
+        counters = {"train": lambda: learner.updates}
+        stack.enter_context(report_role(settings, "learner", ends, counters))
         notes = (watch.step, progress)
         _train(learner, conductor, over, rendezvous, settings, notes, replicas.client)
-    rendezvous.check()
-    with contextlib.suppress(TimeoutError):
-        rendezvous.meet(END_SECONDS)
-
-
-def _report_hops(
-    settings: RunSettings, learner: Learner, samples: Any, replay: Any, log: Any
-) -> contextlib.AbstractContextManager[None]:
-    ends = {
-        "client/learner_samples": samples,
-        "client/learner_replay": replay,
-        "client/learner_logger": log,
-    }
-    return report_hops(settings, "learner", ends, {"train": lambda: learner.updates})
-
-
-def _watch_stop(
-    stop: threading.Event,
-    settings: RunSettings,
-    rendezvous: Rendezvous,
-    conductor: Conductor,
-    progress: Callable[[], float],
-) -> StopDeadline:
-    """Makes the agent fail if its last save makes no progress."""
-    seconds, logdir = settings.stop_timeout, settings.logdir
-
-    def give_up() -> None:
-        rendezvous.abandon(StopTimeout.after(seconds, logdir, conductor.awaited))
-
-    return StopDeadline(stop, logdir, seconds, give_up, progress)
+    return True
 
 
 def _connect(replay: Any, log: Any, replicas: Replicas, stop: threading.Event) -> bool:
@@ -281,7 +264,7 @@ def _connect(replay: Any, log: Any, replicas: Replicas, stop: threading.Event) -
 
 
 def _restore(
-    conductor: Conductor, over: _RunEnd, settings: RunSettings, replicas: Replicas
+    conductor: Conductor, over: RunEnd, settings: RunSettings, replicas: Replicas
 ) -> bool:
     """Continues the run, or saves its start; False if it has made its steps already."""
     step = conductor.restore()
@@ -318,7 +301,7 @@ def _fill(
 def _train(
     learner: Learner,
     conductor: Conductor,
-    over: _RunEnd,
+    over: RunEnd,
     rendezvous: Rendezvous,
     settings: RunSettings,
     stepped: Iterable[Callable[[], None]],
@@ -375,7 +358,7 @@ class RemoteStream(Stream):
     def __init__(
         self, client: Any, source: str, ahead: int = 0, count: int | None = None
     ):
-        self.waiting = wiring.TimeShare()
+        self._waiting = wiring.TimeShare()
         self._client = client
         self._method = f"sample_batch_{source}"
         self._ahead = ahead
@@ -410,6 +393,13 @@ class RemoteStream(Stream):
                 return True
             self._ask_again()
 
+    def stats(self) -> dict[str, float]:
+        """Returns metrics of the connection and of waits, since the last call."""
+        return {
+            "timer/learner/stream_wait": self._waiting.share(),
+            **wiring.prefixed("client/learner_samples", self._client.stats()),
+        }
+
     def save(self) -> Tree:
         """Returns nothing: batches are drawn at random, and have no position."""
 
@@ -441,77 +431,6 @@ class RemoteStream(Stream):
         if self.closed:  # Checked after the clear, which may undo its wake-up.
             return False
         future.add_callback(lambda _: self._wake.set())
-        with self.waiting:
+        with self._waiting:
             self._wake.wait(seconds)
         return future.done()
-
-
-class _RunEnd:
-    """End of the run: its conditions, and the waits that it ends.
-
-    Args:
-      stop: set when the run is over.
-      rendezvous: a failure of actor or learner ends the run, too.
-      duration: seconds; 0 for no limit.
-      replicas: which end together, each after the same update.
-    """
-
-    def __init__(
-        self,
-        stop: threading.Event,
-        rendezvous: Rendezvous,
-        duration: float,
-        replicas: Replicas,
-    ):
-        self._stop = stop
-        self._replicas = replicas
-        self._duration = duration
-        self._lock = threading.Lock()  # Guards the streams.
-        self._streams: list[RemoteStream] = []
-        self._watch = threading.Thread(target=self._run, name="over", daemon=True)
-        self._rendezvous = rendezvous
-        rendezvous.on_failure(stop.set)
-
-    def __enter__(self) -> _RunEnd:
-        self._watch.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._watch.join()
-
-    def __bool__(self) -> bool:
-        return self._replicas.over(self._stop.is_set())
-
-    def when(self, ask: Callable[[], Any]) -> None:
-        """Ends the run when a call is answered; asks again if its server restarts."""
-
-        def answered(future: Any) -> None:
-            if isinstance(future.exception(0), Disconnected):
-                with contextlib.suppress(Disconnected):  # The client is closed.
-                    self.when(ask)
-                    return
-            self._stop.set()
-
-        ask().add_callback(answered)
-
-    def opened(self, stream: RemoteStream) -> None:
-        """Registers a stream to be closed when the run is over."""
-        with self._lock:
-            self._streams = [x for x in self._streams if not x.closed] + [stream]
-        if self._stop.is_set() and self._ends_at_once:
-            stream.close()
-
-    @property
-    def _ends_at_once(self) -> bool:
-        """Whether no update follows; replicas may make another, which needs batches."""
-        return self._replicas.alone or self._rendezvous.broken
-
-    def _run(self) -> None:
-        self._stop.wait(self._duration or None)
-        self._stop.set()
-        if not self._ends_at_once:
-            return
-        with self._lock:
-            for stream in self._streams:
-                stream.close()

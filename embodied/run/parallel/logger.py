@@ -24,9 +24,11 @@ from embodied.run.live import (
     LIVE_SCORES,
     LiveFile,
     Rate,
+    logged_step,
     note_event,
     record_events,
 )
+from embodied.run.metrics import Meter
 from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import NAMES, UPDATES, find_bottleneck
 from embodied.run.parallel.conductor import RoleCheckpoint
@@ -95,8 +97,7 @@ class LoggerRole:
         self._counted = threading.Condition(self._lock)
         self._reported: dict[str, float] = {}  # Newest values of NAMES.
         self._told: set[str] = set()  # Bottlenecks that were printed.
-        self._steps = 0
-        self._since = time.monotonic()
+        self._meter = Meter()
         self._closed = False
         self._counted_steps = 0  # By this process, for rates.
         self._rate = Rate()
@@ -132,17 +133,20 @@ class LoggerRole:
 
         Args:
           transitions: reward, is_first, is_last, `log/` keys, `envid`, `is_eval`, and
-            `images` [n, H, W, C] by key of the envs `image_envid` [n] that are filmed.
+            `images` [H, W, C] by key of the env `image_envid`, which is filmed.
         """
         batch = dict(transitions)
         envids = np.asarray(batch.pop("envid"))
         is_eval = np.asarray(batch.pop("is_eval"), bool)
-        images = _images(batch.pop("images", {}), batch.pop("image_envid", ()))
+        filmed = batch.pop("image_envid", None)
+        images: dict[Hashable, dict[str, Array]] = {}
+        if filmed is not None:
+            images[int(filmed)] = batch.pop("images")
         with self._lock:
             self._time.step()
             steps = int(len(envids) - is_eval.sum())
             self._logger.step.increment(steps)
-            self._steps += steps
+            self._meter.count("env", steps)
             self._counted_steps += steps
             self._counted.notify_all()
             try:
@@ -155,7 +159,7 @@ class LoggerRole:
                 self._logger.add(episode)
                 if SCORE in episode:
                     self._finished += 1
-                    self._scores.append((self._logged_step(), episode[SCORE]))
+                    self._scores.append((logged_step(self._logger), episode[SCORE]))
             self._write_if_due()
             return int(self._logger.step)
 
@@ -195,7 +199,7 @@ class LoggerRole:
             for role in told:
                 rates |= role["rates"]
             return {
-                "step": self._logged_step(),
+                "step": logged_step(self._logger),
                 "rates": rates,
                 "hops": {name: hop for x in told for name, hop in x["hops"].items()},
                 "episodes": self._finished,
@@ -249,27 +253,22 @@ class LoggerRole:
             self._write()
             self._logger.close()
 
-    def _logged_step(self) -> int:
-        return int(self._logger.step) * int(getattr(self._logger, "multiplier", 1))
-
     def _write_if_due(self) -> None:
         if self._should_write():
             self._write()
 
     def _write(self) -> None:
-        now = time.monotonic()
-        elapsed, self._since = now - self._since, now
-        steps, self._steps = self._steps, 0
-        if steps:  # Otherwise every curve would end with zero.
-            self._logger.add({"fps/env": steps / max(1e-9, elapsed)})
+        idle, rates = self._meter.idle, self._meter.result()
+        if not idle:  # Otherwise every curve would end with zero.
+            self._logger.add(rates)
         self._logger.add(self._episodes.result())
         self._logger.add(self._usage.result(), prefix="usage/logger")
         line = find_bottleneck(self._reported, self._actor_threads)
         # Without steps the bottleneck is unknown, but not the phase, such as compiling.
-        if self._reported and (steps or ":" not in line):
+        if self._reported and (":" not in line or not idle):
             self._bottleneck = line
             self._logger.add({BOTTLENECK: line})
-            self._tell(line, steps / max(1e-9, elapsed))
+            self._tell(line, rates.get("fps/env", 0.0))
         self._logger.write()
 
     def _tell(self, line: str, rate: float) -> None:
@@ -326,13 +325,6 @@ def serve(role: LoggerRole, settings: RunSettings, stop: threading.Event) -> Non
     live = LiveFile(settings.logdir, role.live) if first else contextlib.nullcontext()
     with live, server:
         while not stop.wait(every):
-            role.add(dict(wiring.prefixed("server/logger", server.stats())))
+            role.add(wiring.prefixed("server/logger", server.stats()))
         role.release()
     role.close()
-
-
-def _images(images: dict[str, Array], envids: Any) -> dict[Hashable, dict[str, Array]]:
-    return {
-        int(envid): {key: value[row] for key, value in images.items()}
-        for row, envid in enumerate(np.asarray(envids).tolist())
-    }

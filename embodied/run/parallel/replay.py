@@ -1,8 +1,8 @@
 """The replay role: stores transitions and samples batches. Replay process.
 
 Threads of the server: one each to store, to sample for training, for reports and for
-evaluation, to refresh latents, to take back updates, and to save. The thread that runs
-`serve` sends statistics.
+evaluation, to refresh latents, to take back updates, and to save. Another thread sends
+statistics.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Collection
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from embodied.base import Array, Stream, Tree
+from embodied.base import Array, Tree
 from embodied.clock import LocalClock
 from embodied.replay import Replay, ReplayCut
 from embodied.rpc import Unanswered
@@ -24,8 +23,10 @@ from embodied.run.console import show_messages, stop_on_signals
 from embodied.run.live import record_events
 from embodied.run.parallel import wiring
 from embodied.run.parallel.conductor import RoleCheckpoint
+from embodied.run.parallel.reports import metrics_clock, tell_logger
 from embodied.run.saving import load_files
 from embodied.run.settings import RunSettings
+from embodied.run.trainer import MakeStream
 from embodied.run.training_run import EVAL_REPLAY, LIMITER, TRAIN_REPLAY, make_limiter
 from embodied.run.usage import Usage
 
@@ -35,7 +36,6 @@ SMALLEST_FILLING = 10.0  # Seconds between notes on how full the replay is.
 logger = logging.getLogger("embodied.run")
 
 MakeReplay = Callable[[], Replay]
-MakeStream = Callable[[Replay, str], Stream]
 
 
 class ReplayRole:
@@ -60,9 +60,9 @@ class ReplayRole:
         make_stream: MakeStream,
         settings: RunSettings,
     ):
-        self._replays = {TRAIN_REPLAY: train, EVAL_REPLAY: evaluation}
+        self.replays = {TRAIN_REPLAY: train, EVAL_REPLAY: evaluation}
         self._train, self._eval = train, evaluation
-        for replay in self._replays.values():
+        for replay in self.replays.values():
             replay.use_context(settings.replay_context)
         self._batch = settings.batch_size
         self.limiter = make_limiter(settings)
@@ -151,14 +151,9 @@ class ReplayRole:
                 samples - self._base,
             )
 
-    def load_files(self, folder: Callable[[str], Path]) -> None:
-        """Loads the files in the folders of the replays; `load` has to follow."""
-        for name, replay in self._replays.items():
-            load_files(replay, folder(name))
-
     def load(self, parts: dict[str, Any]) -> None:
-        """Restores the parts of a checkpoint."""
-        for name, replay in self._replays.items():
+        """Restores the parts of a checkpoint; call it also if there is none."""
+        for name, replay in self.replays.items():
             if name in parts:
                 replay.load(parts[name])
         if LIMITER in parts:
@@ -166,14 +161,6 @@ class ReplayRole:
         self.limiter.available(len(self._train), self._train.full)
         if len(self._train):
             logger.info("The replay has %d sequences from before.", len(self._train))
-
-    def clean(
-        self, parts: Collection[str], listed: Collection[str] | None, root: Any
-    ) -> None:
-        """Removes the files of the replays in `parts` that no checkpoint lists."""
-        for name, replay in self._replays.items():
-            if name in parts:
-                replay.clean(listed, root)
 
     def cut(self, trained: int) -> dict[str, Tree | ReplayCut]:
         """Returns the state of one moment, by part; `PartWriter` writes it.
@@ -184,16 +171,16 @@ class ReplayRole:
         with self._storing, self._drawing:
             pending = max(0, self._drawn - int(trained)) * self._batch
             cuts: dict[str, Tree | ReplayCut] = {LIMITER: self.limiter.save(pending)}
-            for name, replay in self._replays.items():
+            for name, replay in self.replays.items():
                 cuts[name] = replay.cut()
             return cuts
 
     def stats(self) -> dict[str, float]:
         """Returns what is stored, rates, and shares of time since the last call."""
         return {
-            **dict(wiring.prefixed(TRAIN_REPLAY, self._train.stats())),
-            **dict(wiring.prefixed(EVAL_REPLAY, self._eval.stats())),
-            **dict(wiring.prefixed("replay/limiter", self.limiter.stats())),
+            **wiring.prefixed(TRAIN_REPLAY, self._train.stats()),
+            **wiring.prefixed(EVAL_REPLAY, self._eval.stats()),
+            **wiring.prefixed("replay/limiter", self.limiter.stats()),
             "timer/replay/limited": self._limited.share(),
             "timer/replay/sample": self._sampling.share(),
             "timer/replay/insert": self._inserting.share(),
@@ -290,13 +277,16 @@ def parallel_replay(
 def serve(role: ReplayRole, settings: RunSettings, stop: threading.Event) -> None:
     """Connects a role and serves it until `stop` is set."""
     checkpoint = RoleCheckpoint(settings)
-    for name in (TRAIN_REPLAY, EVAL_REPLAY):
-        checkpoint.folder(name)  # Raises if it cannot be used.
-    parts = checkpoint.load((TRAIN_REPLAY, EVAL_REPLAY, LIMITER))
+    # First, since it raises if a folder cannot be used.
+    folders = {name: checkpoint.folder(name) for name in role.replays}
+    parts = checkpoint.load((*folders, LIMITER))
     if checkpoint.is_new:
-        role.load_files(checkpoint.folder)
+        for name, folder in folders.items():
+            load_files(role.replays[name], folder)
     role.load(parts)
-    role.clean(parts, checkpoint.listed(), checkpoint.root)
+    listed = checkpoint.listed()
+    for name in parts.keys() & folders:
+        role.replays[name].clean(listed, checkpoint.root)
     server = wiring.make_server(
         *("Server", settings.replay_addr, "replay", settings),
         on_failure=lambda error: stop.set(),
@@ -319,19 +309,21 @@ def serve(role: ReplayRole, settings: RunSettings, stop: threading.Event) -> Non
     server.bind("save", save, workers=1)
     server.bind("discard", checkpoint.discard)
     usage = Usage(settings.usage, accelerator=False)
-    with wiring.make_client(settings.logger_addr, "replay-logger", settings) as log:
+    should_log = metrics_clock(settings)
 
-        def stats() -> dict[str, Any]:
-            return {
+    def tell(log: Any) -> Iterator[Any]:
+        if should_log():
+            metrics = {
                 **role.stats(),
-                **dict(wiring.prefixed("server/replay", server.stats())),
-                **dict(wiring.prefixed("client/replay_logger", log.stats())),
-                **dict(wiring.prefixed("usage/replay", usage.result())),
+                **wiring.prefixed("server/replay", server.stats()),
+                **wiring.prefixed("client/replay_logger", log.stats()),
+                **wiring.prefixed("usage/replay", usage.result()),
             }
+            yield log.add(metrics)
 
-        with server:
-            wiring.tell_statistics(log, stats, settings.log_every, stop)
-            role.close()
+    with server, tell_logger(settings, "replay-logger", tell):
+        stop.wait()
+        role.close()
 
 
 def _take(steps: dict[str, Array], rows: np.ndarray, count: int) -> dict[str, Array]:

@@ -228,6 +228,9 @@ class ReplicaWatch:
       client: connection to the first one.
       silence: seconds without an answer after which the first one counts as gone.
       on_lost: called once when another replica is gone or has failed.
+
+    Raises:
+      ReplicaLost: at the end of the block, if that was the case.
     """
 
     def __init__(
@@ -258,11 +261,13 @@ class ReplicaWatch:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: object, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         watching = self._watching
         self._left.set()
         self._thread.join()
-        if kind is None and self.lost is None and watching:
+        if self.lost is not None and (error is None or isinstance(error, Exception)):
+            raise self.lost from error
+        if error is None and watching:
             with contextlib.suppress(Exception):  # The first one may have left before.
                 self._client.beat(self._replica, True, "").wait(BEAT_SECONDS)
 
@@ -376,20 +381,15 @@ def watch_replicas(
     if settings.replicas <= 1:
         yield lambda failure: None
         return
-    with serve_replicas(settings), _client(settings, "watch") as client:
-        watch = ReplicaWatch(
+    with (
+        serve_replicas(settings),
+        _client(settings, "watch") as client,
+        ReplicaWatch(
             *(settings.replica, settings.replicas, client),
             *(settings.replica_timeout, on_lost),
-        )
-        try:
-            with watch:
-                yield watch.report
-        except Exception as error:
-            if watch.lost is not None:
-                raise watch.lost from error
-            raise
-        if watch.lost is not None:
-            raise watch.lost
+        ) as watch,
+    ):
+        yield watch.report
 
 
 @contextlib.contextmanager

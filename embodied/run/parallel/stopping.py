@@ -1,13 +1,14 @@
-"""Bounds the stop of a run: it may last only while it makes progress. Any role.
+"""The end of a run: what brings it, and how long it may last. Any role.
 
 The agent watches its own stop, and the launcher that of all roles:
 
-    with StopDeadline(stop, logdir, settings.stop_timeout, give_up):
+    with StopDeadline(stop, logdir, settings.stop_timeout, give_up, awaited):
       ...                       # Trains, and saves once `stop` is set.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from embodied.checkpoint import Checkpoint, CheckpointError
+from embodied.rpc import Disconnected
+from embodied.run.parallel.rendezvous import Rendezvous
+from embodied.run.parallel.replicas import Replicas
 from embodied.run.saving import FOLDER
 from embodied.run.training_run import EVAL_REPLAY, TRAIN_REPLAY
 
@@ -25,16 +29,6 @@ END_SECONDS = 1.0  # Until the thread notices the end of a block without a stop.
 
 class StopTimeout(CheckpointError):
     """A run that is to stop makes no progress, so its end is not saved."""
-
-    @classmethod
-    def after(cls, seconds: float, logdir: str | Path, awaited: str) -> StopTimeout:
-        """Makes the error of a run that has waited so many seconds for `awaited`."""
-        stands = Checkpoint(logdir, FOLDER).describe_last()
-        return cls(
-            f"The run was asked to stop, but nothing was written for {seconds:g} s "
-            f"while it waited for {awaited}, so it was ended without saving. {stands} "
-            "If it was slow, raise --run.stop_timeout."
-        )
 
 
 def note_compiling(agent: Any, progress: Callable[[], None]) -> Callable[[], float]:
@@ -58,13 +52,14 @@ class StopDeadline:
 
     Progress is whatever any role writes to checkpoints and replays, every call of
     `step`, and any change of `progress`. A thread of its own watches from `stop` to the
-    end of the block.
+    end of the block, which then raises the error.
 
     Args:
       stop: set when the stop begins.
       logdir: of the run.
       seconds: without progress, after which the stop has failed.
-      give_up: called then, once.
+      give_up: called then, once, with the error.
+      awaited: returns what the stop waits for, for the error.
       progress: returns another number whenever there was progress that no file shows.
     """
 
@@ -73,23 +68,29 @@ class StopDeadline:
         stop: threading.Event,
         logdir: str | Path,
         seconds: float,
-        give_up: Callable[[], None],
+        give_up: Callable[[StopTimeout], None],
+        awaited: Callable[[], str],
         progress: Callable[[], float] = lambda: 0.0,
     ):
         self._stop = stop
+        self._logdir = logdir
         self._folders = [Path(logdir, x) for x in (FOLDER, TRAIN_REPLAY, EVAL_REPLAY)]
         self._seconds = seconds
         self._give_up = give_up
+        self._awaited = awaited
         self._other = progress
         self._steps = 0
         self._left = threading.Event()
+        self._error: StopTimeout | None = None
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._run, name="stop watch", daemon=True).start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         self._left.set()
+        if kind is None and self._error is not None:
+            raise self._error
 
     def step(self) -> None:
         """Records progress that no file shows."""
@@ -105,8 +106,17 @@ class StopDeadline:
             if found != seen:
                 seen, since = found, time.monotonic()
             elif time.monotonic() - since > self._seconds:
-                self._give_up()
+                self._error = self._timeout()
+                self._give_up(self._error)
                 return
+
+    def _timeout(self) -> StopTimeout:
+        stands = Checkpoint(self._logdir, FOLDER).describe_last()
+        return StopTimeout(
+            "The run was asked to stop, but nothing was written for "
+            f"{self._seconds:g} s while it waited for {self._awaited()}, so it was "
+            f"ended without saving. {stands} If it was slow, raise --run.stop_timeout."
+        )
 
     def _progress(self) -> tuple[float, ...]:
         """Returns counters that change with any progress."""
@@ -123,3 +133,74 @@ def _file_sizes(folder: Path) -> list[int]:
             except OSError:  # It was temporary, and is gone.
                 continue
     return sizes
+
+
+class RunEnd:
+    """End of the run: its conditions, and the waits that it ends.
+
+    Args:
+      stop: set when the run is over.
+      rendezvous: a failure of actor or learner ends the run, too.
+      duration: seconds; 0 for no limit.
+      replicas: which end together, each after the same update.
+    """
+
+    def __init__(
+        self,
+        stop: threading.Event,
+        rendezvous: Rendezvous,
+        duration: float,
+        replicas: Replicas,
+    ):
+        self._stop = stop
+        self._replicas = replicas
+        self._duration = duration
+        self._lock = threading.Lock()  # Guards the streams.
+        self._streams: list[Any] = []
+        self._watch = threading.Thread(target=self._run, name="over", daemon=True)
+        self._rendezvous = rendezvous
+        rendezvous.on_failure(stop.set)
+
+    def __enter__(self) -> RunEnd:
+        self._watch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._watch.join()
+
+    def __bool__(self) -> bool:
+        return self._replicas.over(self._stop.is_set())
+
+    def when(self, ask: Callable[[], Any]) -> None:
+        """Ends the run when a call is answered; asks again if its server restarts."""
+
+        def answered(future: Any) -> None:
+            if isinstance(future.exception(0), Disconnected):
+                with contextlib.suppress(Disconnected):  # The client is closed.
+                    self.when(ask)
+                    return
+            self._stop.set()
+
+        ask().add_callback(answered)
+
+    def opened(self, stream: Any) -> None:
+        """Registers a stream to be closed when the run is over."""
+        with self._lock:
+            self._streams = [x for x in self._streams if not x.closed] + [stream]
+        if self._stop.is_set() and self._ends_at_once:
+            stream.close()
+
+    @property
+    def _ends_at_once(self) -> bool:
+        """Whether no update follows; replicas may make another, which needs batches."""
+        return self._replicas.alone or self._rendezvous.broken
+
+    def _run(self) -> None:
+        self._stop.wait(self._duration or None)
+        self._stop.set()
+        if not self._ends_at_once:
+            return
+        with self._lock:
+            for stream in self._streams:
+                stream.close()

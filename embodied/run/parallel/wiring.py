@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,10 +211,11 @@ class PendingCalls:
 
     def check(self) -> None:
         """Drops futures that are done, and reports their errors."""
-        self._open, done = _split(self._open)
-        for future, context in done:
-            error = future.exception(0)
-            if error is not None:
+        calls, self._open = self._open, []
+        for future, context in calls:
+            if not future.done():
+                self._open.append((future, context))
+            elif (error := future.exception(0)) is not None:
                 self._on_error(context, error)
 
     @property
@@ -264,39 +265,9 @@ class TimeShare:
         self._since = now
 
 
-def prefixed(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields metrics under a prefix."""
-    for name, value in metrics.items():
-        yield f"{prefix}/{name}", value
-
-
-def tell_statistics(
-    log: Any,
-    stats: Callable[[], dict[str, Any]],
-    every: float,
-    stop: threading.Event,
-) -> None:
-    """Sends statistics of a role to the logger until `stop` is set.
-
-    Args:
-      log: client of the logger. While the logger is away, nothing is sent.
-      stats: returns the statistics since the last call.
-      every: seconds between two calls, at least one; 0 for never.
-      stop: ends the loop.
-    """
-    results = PendingCalls(
-        lambda _, error: logger.warning("The logger took no statistics: %s", error)
-    )
-    while not stop.wait(max(1.0, every) if every else None):
-        results.check()
-        # Not while the last ones are open: nobody should wait for a logger here.
-        if not (results.all_done and log.connected):
-            continue
-        try:
-            results.add(log.add(stats()))
-        except rpc.Disconnected:
-            if not stop.is_set():
-                raise
+def prefixed(prefix: str, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Returns metrics under a prefix."""
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def security(settings: RunSettings, kind: str) -> dict[str, Any]:
@@ -323,11 +294,3 @@ def _unresolved(address: str) -> str:
     thread.start()
     thread.join(LOOK_UP_SECONDS)
     return reasons[0] if reasons else ""
-
-
-def _split(pairs: list[tuple[Any, Any]]) -> tuple[list, list]:
-    ended = [pair[0].done() for pair in pairs]  # Once: they end at any time.
-    return (
-        [pair for pair, done in zip(pairs, ended) if not done],
-        [pair for pair, done in zip(pairs, ended) if done],
-    )

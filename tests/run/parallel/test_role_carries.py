@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from role_testing import CountingAgent
 
-from embodied.run.parallel.carries import DeviceTable, HostTable, Slots, make_table
+from embodied.run.parallel.carries import HostTable, Slots, make_table
 
 ENVS = st.lists(st.integers(0, 6), min_size=1, max_size=5, unique=True)
 OPERATIONS = st.lists(st.tuples(st.sampled_from(["step", "step", "free"]), ENVS))
@@ -44,7 +44,7 @@ def test_slots_and_table_agree_with_the_model(room, operations):
             found, new = slots.find(envids)
             assert len(set(found.tolist())) == len(envids)
             obs = {"is_first": np.zeros(len(envids), bool)}
-            actions, outputs = table.step(found, obs, "train", envids)
+            actions, outputs = table.policy_table(found, obs, "train", envids)
             slots.done(found)
             assert (actions["action"].tolist(), new.tolist()) == model.step(envids)
             assert (outputs["dyn/deter"] == 10 * actions["action"]).all()
@@ -73,11 +73,13 @@ def test_a_slot_that_was_freed_in_a_step_is_reset_after_it():
     slots = Slots(table, 1)
     found, _ = slots.find([1])
     slots.free([1])
-    table.step(found, {"is_first": np.zeros(1, bool)}, "train", [1])
+    table.policy_table(found, {"is_first": np.zeros(1, bool)}, "train", [1])
     slots.done(found)
     again, new = slots.find([2])
     assert (again.tolist(), new.tolist()) == (found.tolist(), [True])
-    actions, _ = table.step(again, {"is_first": np.zeros(1, bool)}, "train", [2])
+    actions, _ = table.policy_table(
+        again, {"is_first": np.zeros(1, bool)}, "train", [2]
+    )
     assert actions["action"].tolist() == [1]  # The count of the first step.
 
 
@@ -102,10 +104,10 @@ class OnDevice(CountingAgent):
 def test_an_agent_may_keep_the_table_on_its_device():
     agent = OnDevice()
     table = make_table(agent)
-    assert isinstance(table, DeviceTable)
+    assert table is agent
     slots = Slots(table, 2)
     found, _ = slots.find([8, 9])
-    assert table.step(found, {}, "eval", [8, 9])[0]["action"].tolist() == [0, 1]
+    assert table.policy_table(found, {}, "eval", [8, 9])[0]["action"].tolist() == [0, 1]
     slots.done(found)
     slots.free([8])
     slots.find([1, 2, 3])

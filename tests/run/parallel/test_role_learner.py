@@ -6,10 +6,10 @@ import pytest
 from role_testing import Background, CountingAgent, FakeClient, make_args, wait_until
 
 from embodied.rpc import Disconnected
-from embodied.run.parallel.learner import Learner, RemoteStream, _RunEnd
+from embodied.run.parallel.learner import Learner, RemoteStream
 from embodied.run.parallel.rendezvous import Rendezvous
 from embodied.run.parallel.replicas import Replicas
-from embodied.run.parallel.stopping import note_compiling
+from embodied.run.parallel.stopping import RunEnd, note_compiling
 
 
 def make_learner(batches=(), agent=None, replay=None, **changes):
@@ -93,16 +93,18 @@ class TestMetrics:
         assert logger.sent("add") == [({"parallel/updates": n},) for n in (0, 1)]
 
     def test_shares_of_time_do_not_count_what_came_before_the_first_update(self):
-        shares = iter([0.9, 0.2])  # The stream has waited for a replay to be filled.
+        waits = iter(
+            [{"waits": 0.9}, {"waits": 0.2}]
+        )  # The stream has waited for a replay to be filled.
         logger = FakeClient()
         learner = Learner(
             *(CountingAgent(), iter([{}, {}]), FakeClient(), logger, make_args()),
-            stream_wait=lambda: next(shares),
+            stream_stats=lambda: next(waits),
         )
         learner.step()
         learner.step()
         learner.log()
-        assert logger.sent("add")[-1][0]["timer/learner/stream_wait"] == 0.2
+        assert logger.sent("add")[-1][0]["waits"] == 0.2
 
 
 class TestReport:
@@ -161,7 +163,7 @@ class TestStream:
             assert task.running
             stream.close()
         assert isinstance(task.error, StopIteration)
-        assert stream.waiting.share() > 0
+        assert stream.stats()["timer/learner/stream_wait"] > 0
         with pytest.raises(StopIteration):
             next(stream)
 
@@ -225,7 +227,7 @@ class TestOver:
     @pytest.fixture
     def over(self):
         rendezvous = Rendezvous(threading.Barrier(2), "learner", "actor")
-        with _RunEnd(threading.Event(), rendezvous, 0.0, Replicas()) as over:
+        with RunEnd(threading.Event(), rendezvous, 0.0, Replicas()) as over:
             yield over
 
     def test_the_run_ends_with_the_answer(self, over):

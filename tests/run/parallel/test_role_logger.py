@@ -110,8 +110,8 @@ class TestEpisodes:
 
     def test_the_filmed_env_becomes_a_video(self):
         role, notes = make_role()
-        images = {"image": np.full((1, 4, 4, 3), 9, np.uint8)}
-        film = {"images": images, "image_envid": np.array([1], np.int32)}
+        images = {"image": np.full((4, 4, 3), 9, np.uint8)}
+        film = {"images": images, "image_envid": 1}
         self.play(role, [0, 1], False, 1.0, **film)
         role.close()
         (video,) = notes.values("epstats/policy_image")
@@ -120,8 +120,8 @@ class TestEpisodes:
     def test_an_episode_of_which_steps_are_missing_is_not_reported(self):
         role, notes = make_role()
         role.tran(batch([0, 1], first=True))
-        images = {"image": np.zeros((1, 4, 4, 4), np.uint8)}  # Of four channels.
-        film = {"images": images, "image_envid": np.array([1], np.int32)}
+        images = {"image": np.zeros((4, 4, 4), np.uint8)}  # Of four channels.
+        film = {"images": images, "image_envid": 1}
         with Background(role.wait_step, 4) as waiter:
             with pytest.raises(ValueError, match="1 or 3 channels"):
                 role.tran(batch([0, 1], **film))

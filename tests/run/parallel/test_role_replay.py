@@ -385,7 +385,8 @@ class TestSave:
         assert replay_files(tmp_path) > committed
         other = make_role(tmp_path)
         other.load(parts)
-        other.clean(parts, saves.checkpoint.listed(), tmp_path)
+        for replay in other.replays.values():
+            replay.clean(saves.checkpoint.listed(), tmp_path)
         assert replay_files(tmp_path) == committed
 
 

@@ -1,18 +1,20 @@
 """The deadline of a stop, without roles."""
 
 import itertools
+import queue
 import threading
 
+import pytest
 from role_testing import WAIT
 
 from embodied.run.parallel import stopping
-from embodied.run.parallel.stopping import StopDeadline
+from embodied.run.parallel.stopping import StopDeadline, StopTimeout
 
 
 def test_a_watch_ends_with_its_block_although_nobody_has_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(stopping, "END_SECONDS", 0.01)
     before = set(threading.enumerate())
-    with StopDeadline(threading.Event(), tmp_path, 60.0, lambda: None):
+    with StopDeadline(threading.Event(), tmp_path, 60.0, print, str):
         (thread,) = set(threading.enumerate()) - before
         assert thread.is_alive()
     thread.join(WAIT)
@@ -20,15 +22,21 @@ def test_a_watch_ends_with_its_block_although_nobody_has_stopped(tmp_path, monke
 
 
 def test_it_gives_up_when_nothing_is_written_after_the_stop(tmp_path):
-    stop, gave_up = threading.Event(), threading.Event()
-    with StopDeadline(stop, tmp_path, 0.05, gave_up.set):
-        assert not gave_up.wait(0.3)
-        stop.set()
-        assert gave_up.wait(WAIT)
+    stop, errors = threading.Event(), queue.SimpleQueue()
+    with pytest.raises(StopTimeout, match="waited for the replay") as info:
+        with StopDeadline(stop, tmp_path, 0.05, errors.put, lambda: "the replay"):
+            with pytest.raises(queue.Empty):
+                errors.get(timeout=0.3)
+            stop.set()
+            error = errors.get(timeout=WAIT)
+    assert info.value is error
 
 
 def test_a_change_that_no_file_shows_is_progress(tmp_path):
-    stop, gave_up, steps = threading.Event(), threading.Event(), itertools.count()
+    stop, errors, steps = threading.Event(), queue.SimpleQueue(), itertools.count()
     stop.set()
-    with StopDeadline(stop, tmp_path, 0.05, gave_up.set, lambda: next(steps)):
-        assert not gave_up.wait(0.3)
+    with (
+        StopDeadline(stop, tmp_path, 0.05, errors.put, str, lambda: next(steps)),
+        pytest.raises(queue.Empty),
+    ):
+        errors.get(timeout=0.3)

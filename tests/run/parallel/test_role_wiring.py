@@ -8,7 +8,7 @@ import cloudpickle
 import pytest
 from role_testing import FakeClient, make_args, make_future
 
-from embodied.rpc import AuthError, Disconnected, free_port
+from embodied.rpc import AuthError, free_port
 from embodied.run.parallel import wiring
 from embodied.run.parallel.bottleneck import find_bottleneck
 from embodied.run.parallel.launcher import prepare
@@ -204,61 +204,6 @@ class TestResults:
         results.check()
         results.check()
         assert told == ["bad"]
-
-
-class Rounds:
-    """An event whose first `count` waits time out."""
-
-    def __init__(self, count):
-        self.waits = []
-        self.over = False
-        self._count = count
-
-    def wait(self, seconds):
-        self.waits.append(seconds)
-        return len(self.waits) > self._count
-
-    def is_set(self):
-        return self.over
-
-
-class TestStatistics:
-    def test_they_are_sent_while_the_logger_is_there(self):
-        client, stop = FakeClient(), Rounds(2)
-        for client.connected in (True, False, True):
-            wiring.tell_statistics(client, lambda: {"queue": 3}, 5, Rounds(1))
-        assert client.sent("add") == [({"queue": 3},)] * 2
-        wiring.tell_statistics(client, dict, 5, stop)
-        assert stop.waits == [5] * 3
-
-    @pytest.mark.parametrize(
-        ("every", "seconds"), [(0, None), (-1, 1.0), (0.2, 1.0), (120, 120)]
-    )
-    def test_at_most_once_a_second(self, every, seconds):
-        stop = Rounds(0)
-        wiring.tell_statistics(FakeClient(), dict, every, stop)
-        assert stop.waits == [seconds]
-
-    def test_what_the_logger_does_not_take_is_a_warning(self, caplog):
-        client = FakeClient(add=RuntimeError("full"))
-        wiring.tell_statistics(client, dict, 5, Rounds(2))
-        assert caplog.text.count("The logger took no statistics: full") == 2
-
-    def test_a_client_is_closed_only_at_the_end(self):
-        def closed(metrics):
-            raise Disconnected("closed")
-
-        stop = Rounds(10)
-        with pytest.raises(Disconnected):
-            wiring.tell_statistics(FakeClient(add=closed), dict, 5, stop)
-        stop.over = True
-        wiring.tell_statistics(FakeClient(add=closed), dict, 5, stop)
-        assert stop.waits == [5] * 11
-
-    def test_nobody_waits_for_a_logger_that_does_not_answer(self):
-        client = FakeClient(held=["add"])
-        wiring.tell_statistics(client, dict, 5, Rounds(3))
-        assert len(client.sent("add")) == 1
 
 
 def test_factories_may_be_pickled():
