@@ -11,6 +11,7 @@ from pathlib import Path
 
 import elements
 
+from dreamerv3 import plot
 from dreamerv3.cli.config import (
     FILENAME,
     ConfigError,
@@ -23,7 +24,6 @@ from dreamerv3.cli.scripts import RunError
 from dreamerv3.cli.texts import package_version
 from dreamerv3.suite import score_table
 from dreamerv3.suite.accelerators import Slot, open_slots
-from dreamerv3.suite.curve_plot import draw_tasks
 from dreamerv3.suite.curves import PlotError, action_repeat
 from dreamerv3.suite.display import SuiteDisplay, status_line
 from dreamerv3.suite.presets import Preset, make_presets
@@ -211,7 +211,7 @@ def write_results(folder: Path) -> None:
     print((folder / "table.md").read_text("utf-8"))
     written = ["scores.csv", "table.json", "table.md"]
     try:
-        draw_tasks(tasks, folder / PICTURE)
+        plot.render([run.logdir for run in runs], folder / PICTURE)
         written.append(PICTURE)
     except PlotError as error:
         print(f"No picture: {error}")
