@@ -20,6 +20,8 @@ import elements
 from dreamerv3.cli.config import FILENAME, ConfigError, read_config
 from dreamerv3.cli.schema import ENV_SCRIPTS, OWNING_SCRIPTS
 from dreamerv3.cli.task_origin import sign_task
+from embodied.checkpoint import CheckpointError, write_file
+from embodied.run.saving import config_yaml
 
 LOCK = ".lock"
 LOCK_SECONDS = 0.5  # Between two attempts to take it.
@@ -69,10 +71,6 @@ def prepare_logdir(config: elements.Config) -> pathlib.Path:
       ConfigError: the logdir belongs to another task, is damaged, in use, or cannot be
         written.
     """
-    # Imported here, so that help and errors do not wait for their libraries.
-    from embodied.checkpoint import write_file
-    from embodied.run.saving import config_yaml
-
     logdir = pathlib.Path(config.logdir)
     with _as_config_errors(logdir):
         logdir.mkdir(parents=True, exist_ok=True)
@@ -99,8 +97,6 @@ def _check_task(logdir: pathlib.Path, config: elements.Config) -> None:
 @contextlib.contextmanager
 def _as_config_errors(logdir: pathlib.Path) -> Iterator[None]:
     """Turns errors of files into errors of the configuration."""
-    from embodied.checkpoint import CheckpointError
-
     try:
         yield
     except LogdirInUse as error:
@@ -196,9 +192,6 @@ def preserve_config(logdir: str) -> Iterator[None]:
             os.close(_claimed.popitem()[1])
         same = _read(manifest) == saved
         if before and saved and same and _read(config) != before:
-            # Imported here, so that help and errors do not wait for its libraries.
-            from embodied.checkpoint import write_file
-
             write_file(config.parent, FILENAME, before)
 
 

@@ -18,6 +18,7 @@ import elements
 import numpy as np
 
 from dreamerv3.cli.config import ConfigError, run_config
+from dreamerv3.cli.factories import make_spaces
 from dreamerv3.cli.task_origin import find_task_problem
 from dreamerv3.policies.hub import is_hub, read_hub
 from dreamerv3.policies.spaces import spaces_from_tree
@@ -25,6 +26,7 @@ from embodied import wrappers
 from embodied.base import Agent, Array, Spaces, Tree
 from embodied.checkpoint import CheckpointError
 from embodied.envs.keys import SIGNALS
+from embodied.random_agent import RandomAgent
 from embodied.run.saving import SavedAgent, read_agent
 from embodied.space import Space
 from embodied.wrappers.batch_wrappers import ActionSpaces
@@ -258,8 +260,6 @@ def agent_spaces(
         config = config.update(task=task)
     elif problem := find_task_problem(saved.logdir, config.task, "task={task!r}"):
         raise ConfigError(problem)
-    from dreamerv3.cli.factories import make_spaces
-
     return make_spaces(config)
 
 
@@ -284,8 +284,6 @@ def _make_agent(
     seed: int,
 ) -> Agent:
     if config.random_agent:
-        from embodied.random_agent import RandomAgent
-
         return RandomAgent(obs_space, act_space, seed=seed)
     # Imported here, because random agents do not need JAX.
     from dreamerv3.policies.acting_agent import ActingAgent, on_one_device
@@ -358,8 +356,8 @@ def _discrete(
         if isinstance(outer, gymnasium.Space):
             leaf = act_leaf(key, (), outer)
         found = leaf.space if leaf else Space.of(outer)
-    classes = found.classes if found is not None and found.discrete else None
-    if not np.array_equal(classes, inner.classes):
+    discrete = found is not None and found.discrete
+    if not found or not discrete or not np.array_equal(found.classes, inner.classes):
         raise ValueError(
             f"act_space expected {key!r} with {inner.classes} classes, as the agent "
             f"was trained with, got {outer!r}."
