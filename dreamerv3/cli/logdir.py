@@ -32,7 +32,7 @@ MASKS = {"user": 0o077, "group": 0o027, "umask": 0o000}
 _claimed: dict[pathlib.Path, int] = {}  # Descriptors of the locks of this process.
 
 
-class LogdirInUse(Exception):
+class LogdirInUse(ConfigError):
     """Another program writes to a logdir."""
 
 
@@ -45,7 +45,7 @@ def check_logdir(config: elements.Config) -> None:
       ConfigError: see `prepare_logdir`.
     """
     logdir = pathlib.Path(config.logdir)
-    with _as_config_errors(logdir):
+    with as_config_errors(logdir):
         _check_task(logdir, config)
         folder = next(path for path in (logdir, *logdir.parents) if path.exists())
         if not folder.is_dir():
@@ -72,7 +72,7 @@ def prepare_logdir(config: elements.Config) -> pathlib.Path:
         written.
     """
     logdir = pathlib.Path(config.logdir)
-    with _as_config_errors(logdir):
+    with as_config_errors(logdir):
         logdir.mkdir(parents=True, exist_ok=True)
         _check_task(logdir, config)
         if config.replica == 0 and config.script in OWNING_SCRIPTS:
@@ -95,12 +95,10 @@ def _check_task(logdir: pathlib.Path, config: elements.Config) -> None:
 
 
 @contextlib.contextmanager
-def _as_config_errors(logdir: pathlib.Path) -> Iterator[None]:
+def as_config_errors(logdir: pathlib.Path) -> Iterator[None]:
     """Turns errors of files into errors of the configuration."""
     try:
         yield
-    except LogdirInUse as error:
-        raise ConfigError(f"logdir: {error}") from error
     except (OSError, CheckpointError) as error:
         raise ConfigError(
             f"logdir: expected a folder that can be written, got {logdir} ({error}). "
@@ -166,8 +164,8 @@ def _lock(logdir: pathlib.Path) -> int:
         holder = os.read(lock, 200).decode(errors="replace") or "another program"
         os.close(lock)
         raise LogdirInUse(
-            f"{logdir} is in use by {holder}. Wait until it has ended, or choose "
-            "another --logdir."
+            f"logdir: {logdir} is in use by {holder}. Wait until it has ended, or "
+            "choose another --logdir."
         ) from None
     except OSError as error:
         os.close(lock)
