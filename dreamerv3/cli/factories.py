@@ -303,52 +303,45 @@ def make_logger(config: elements.Config) -> loggers.Logger:
     suite = config.task.partition("_")[0]
     repeat = config.env.get(suite, {}).get("repeat", 1)
     pattern = ".*" if settings.timer else r"(?!timer/).*"
-
-    def wandb() -> loggers.Output:
-        return loggers.WandbOutput(
-            f"{config.task}/{config.method}/{config.seed}",
-            logdir,
-            config=dict(config),
-            fps=settings.fps,
-            group=config.method,
-            entity=settings.user or None,
-            pattern=pattern,
-        )
-
     step = elements.Counter()
     endless = config.run.steps >= UNLIMITED
-    makers: dict[str, list[Callable[[], loggers.Output]]] = {
-        "jsonl": [
-            functools.partial(loggers.JSONLOutput, logdir, "metrics.jsonl", pattern),
-            functools.partial(
-                loggers.JSONLOutput, logdir, "scores.jsonl", "episode/score"
-            ),
-        ],
-        "tensorboard": [
-            functools.partial(loggers.TensorBoardOutput, logdir, settings.fps, pattern)
-        ],
-        "terminal": [
-            functools.partial(
-                loggers.TerminalOutput,
-                settings.filter,
-                total_steps=None if endless else config.run.steps * repeat,
-                total_seconds=config.run.duration or None,
-                step=lambda: int(step) * repeat,
-            )
-        ],
-        "scope": [
-            functools.partial(loggers.ScopeOutput, logdir, settings.fps, pattern)
-        ],
-        "wandb": [wandb],
-    }
-    if "tensorboard" in settings.outputs and not loggers.TensorBoardOutput.available():
-        # Missing metrics are no reason to end a run.
-        logging.getLogger("embodied.logger").warning(
-            "No events for TensorBoard are written, since the package tensorboardX is "
-            "not installed. Run: pip install tensorboardX"
-        )
-        makers["tensorboard"] = []
-    outputs = [make() for name in settings.outputs for make in makers[name]]
+
+    outputs: list[loggers.Output] = []
+    for name in settings.outputs:
+        match name:
+            case "jsonl":
+                outputs += [
+                    loggers.JSONLOutput(logdir, "metrics.jsonl", pattern),
+                    loggers.JSONLOutput(logdir, "scores.jsonl", "episode/score"),
+                ]
+            case "tensorboard" if loggers.TensorBoardOutput.available():
+                outputs.append(loggers.TensorBoardOutput(logdir, settings.fps, pattern))
+            case "tensorboard":  # Missing metrics are no reason to end a run.
+                logging.getLogger("embodied.logger").warning(
+                    "No events for TensorBoard are written, since the package "
+                    "tensorboardX is not installed. Run: pip install tensorboardX"
+                )
+            case "terminal":
+                terminal = loggers.TerminalOutput(
+                    settings.filter,
+                    total_steps=None if endless else config.run.steps * repeat,
+                    total_seconds=config.run.duration or None,
+                    step=lambda: int(step) * repeat,
+                )
+                outputs.append(terminal)
+            case "scope":
+                outputs.append(loggers.ScopeOutput(logdir, settings.fps, pattern))
+            case "wandb":
+                wandb = loggers.WandbOutput(
+                    f"{config.task}/{config.method}/{config.seed}",
+                    logdir,
+                    config=dict(config),
+                    fps=settings.fps,
+                    group=config.method,
+                    entity=settings.user or None,
+                    pattern=pattern,
+                )
+                outputs.append(wandb)
     return loggers.Logger(step, outputs, multiplier=repeat)
 
 

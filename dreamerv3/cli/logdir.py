@@ -54,8 +54,7 @@ def check_logdir(config: elements.Config) -> None:
             raise PermissionError(f"{folder} does not let this user write")
         owns = config.replica == 0 and config.script in OWNING_SCRIPTS
         if owns and (logdir / LOCK).exists() and logdir.resolve() not in _claimed:
-            with contextlib.suppress(NotImplementedError):
-                os.close(_lock(logdir))
+            os.close(_lock(logdir))
 
 
 def prepare_logdir(config: elements.Config) -> pathlib.Path:
@@ -130,10 +129,7 @@ def claim(logdir: pathlib.Path) -> None:
     logdir = logdir.resolve()
     if logdir in _claimed:
         return
-    try:
-        lock = _lock(logdir)
-    except NotImplementedError:  # A file system without locks.
-        return
+    lock = _lock(logdir)
     os.truncate(lock, 0)
     os.write(lock, f"process {os.getpid()} of {socket.gethostname()}".encode())
     _claimed[logdir] = lock
@@ -149,14 +145,15 @@ def wait_until_free(logdir: pathlib.Path, seconds: float) -> None:
         try:
             os.close(_lock(logdir))
             return
-        except NotImplementedError:
-            return
         except LogdirInUse:
             time.sleep(LOCK_SECONDS)  # The locks of others can only be polled.
 
 
 def _lock(logdir: pathlib.Path) -> int:
-    """Returns the descriptor of the locked file; closing it ends the lock."""
+    """Returns the descriptor of the locked file; closing it ends the lock.
+
+    It is not locked on a file system that has no locks.
+    """
     lock = os.open(logdir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,9 +164,8 @@ def _lock(logdir: pathlib.Path) -> int:
             f"logdir: {logdir} is in use by {holder}. Wait until it has ended, or "
             "choose another --logdir."
         ) from None
-    except OSError as error:
-        os.close(lock)
-        raise NotImplementedError("The file system has no locks.") from error
+    except OSError:
+        pass  # A file system without locks.
     return lock
 
 

@@ -44,6 +44,7 @@ from embodied.logger import Logger
 from embodied.replay import ReplayMemoryError
 from embodied.run.collecting import Collector
 from embodied.run.console import STOPPING, stop_on_signals
+from embodied.run.metrics import Meter
 from embodied.run.training_run import Limit
 
 # Errors of roles whose message the command line shows without a traceback.
@@ -276,28 +277,23 @@ def rollout(
       args: the `run` block of the configuration.
       stop: ends the rollout after the current step once it is set.
     """
-    episodes = Episodes(args.episode_timeout)
+    episodes, meter = Episodes(args.episode_timeout), Meter()
     should_log = LocalClock(args.log_every)
 
-    def log(collector: Collector, since: tuple[float, int]) -> tuple[float, int]:
-        """Writes statistics since a time and step, and returns the present ones."""
-        now = time.monotonic()
+    def log() -> None:
         logger.add(episodes.result())
-        if now > since[0]:
-            logger.add({"fps/env": (collector.steps - since[1]) / (now - since[0])})
+        logger.add(meter.result())
         logger.write()
-        return now, collector.steps
 
     replay: Any = _NoReplay()
     with Collector(agent, make_env, replay, logger, episodes, args) as collector:
         limit = Limit(lambda: collector.steps, args.steps, args.duration, stop)
-        logged = (time.monotonic(), 0)
         while not limit.reached():
-            collector.collect()
+            meter.count("env", collector.collect())
             if should_log():
-                logged = log(collector, logged)
+                log()
         seconds = limit.seconds
-        log(collector, logged)
+        log()
     scores, steps = collector.scores, collector.steps
     mean = sum(scores) / len(scores) if scores else None
     return run.TrainResult(steps, steps, 0, seconds, collector.episodes, mean)
