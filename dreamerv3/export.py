@@ -102,10 +102,7 @@ def _write_weights(
         name: np.asarray(value, dtype if value.ndim > 1 else None)
         for name, value in flat_params(policy.params).items()
     }
-    spaces = {
-        "obs": spaces_to_tree(policy.obs_space),
-        "act": spaces_to_tree(policy.act_space),
-    }
+    spaces = spaces_to_tree(policy.obs_space, policy.act_space)
     if format == "hub":
         write_hub(folder, saved, weights, spaces, config)
     else:

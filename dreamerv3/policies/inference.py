@@ -253,7 +253,7 @@ def agent_spaces(
     """
     found: Tree = saved.data.get("spaces")
     if found is not None:
-        return spaces_from_tree(found["obs"]), spaces_from_tree(found["act"])
+        return spaces_from_tree(found)
     if known is not None:
         return known
     if task is not None:

@@ -108,14 +108,15 @@ class PortablePolicy:
     def signature(self) -> dict[str, Any]:
         """Returns descriptions of the inputs, outputs and spaces, as JSON values."""
         one = self.inputs(1)
+        spaces = to_json(spaces_to_tree(self._seen_spaces(), self.act_space))
         outputs = jax.eval_shape(self.__call__, one)
         return {
             "step": self.saved.step,
             "task": self.config.task,
             "inputs": {key: _described(x) for key, x in one.items()},
             "outputs": {key: _described(x) for key, x in outputs.items()},
-            "obs_space": to_json(spaces_to_tree(self._seen_spaces())),
-            "act_space": to_json(spaces_to_tree(self.act_space)),
+            "obs_space": spaces["obs"],
+            "act_space": spaces["act"],
         }
 
     def _seen_spaces(self) -> Spaces:
