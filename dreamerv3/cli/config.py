@@ -224,6 +224,11 @@ def make_args(config: elements.Config) -> elements.Config:
     return elements.Config({**config.run, **beside})
 
 
+def action_repeat(config: Mapping[str, Any]) -> int:
+    """Returns the frames of an agent step by a configuration with full keys."""
+    return config.get(f"env.{config['task'].partition('_')[0]}.repeat", 1)
+
+
 def read_config(filename: str | os.PathLike[str]) -> elements.Config:
     """Reads the `config.yaml` of a logdir.
 
@@ -267,7 +272,7 @@ def run_config(logdir: str | os.PathLike[str]) -> elements.Config:
 
 def _apply_run(values: Values, path: pathlib.Path, without: Sequence[str] = ()) -> None:
     """Sets those keys of a `config.yaml` that this version still has."""
-    for key, value in flatten(dict(read_config(path))).items():
+    for key, value in read_config(path).flat.items():
         known = key in values.flat or key.startswith(OPEN_GROUPS)
         if known and key not in without:
             values.set(key, value, path.parent)

@@ -14,7 +14,7 @@ from typing import Any
 import elements
 import numpy as np
 
-from dreamerv3.cli.config import ConfigError
+from dreamerv3.cli.config import ConfigError, action_repeat
 from dreamerv3.cli.schema import LARGEST_MAP, SMALLEST_MAP
 from embodied import logger as loggers
 from embodied import streams, wrappers
@@ -300,8 +300,7 @@ def make_logger(config: elements.Config) -> loggers.Logger:
     logdir, settings = config.logdir, config.logger
     if config.replica:  # The curves of the run are those of replica 0.
         logdir = str(pathlib.Path(logdir, "replicas", f"{config.replica:05}"))
-    suite = config.task.partition("_")[0]
-    repeat = config.env.get(suite, {}).get("repeat", 1)
+    repeat = action_repeat(config.flat)
     pattern = ".*" if settings.timer else r"(?!timer/).*"
     step = elements.Counter()
     endless = config.run.steps >= UNLIMITED

@@ -139,8 +139,13 @@ def import_checkpoint(config: elements.Config) -> Imported:
 
     # On the CPU, because nothing is computed that needs an accelerator.
     agent = make_agent(on_one_device(config, "cpu"))
-    own = join_parts(agent.save())
-    chosen = _choose(arrays, own, config.run.from_checkpoint_regex)
+    own, regex = join_parts(agent.save()), config.run.from_checkpoint_regex
+    chosen = {k: v for k, v in arrays.items() if k in own and re.match(regex, k)}
+    kept = {
+        name: value
+        for name, value in own.items()
+        if UNTRAINED.match(name) or not re.match(regex, name)
+    }
     counters = {
         name: reference.counters[theirs]
         for theirs, name in COUNTERS.items()
@@ -149,7 +154,20 @@ def import_checkpoint(config: elements.Config) -> Imported:
     unused += [
         f"counters/{name}" for name in reference.counters if name not in COUNTERS
     ]
-    agent.load({**split_parts({**own, **chosen}), "counters": counters})
+    try:
+        agent.load({**split_parts({**kept, **chosen}), "counters": counters})
+    except ValueError as error:
+        raise CheckpointError(
+            "run.from_checkpoint: expected the checkpoint of an agent for this task "
+            f"and of these sizes, got another. {error} Use the flags of that run, "
+            "such as --task and --configs, or leave names out with "
+            "run.from_checkpoint_regex."
+        ) from error
+    if not chosen:
+        raise CheckpointError(
+            f"run.from_checkpoint_regex: expected to match names such as {min(own)!r}, "
+            f"got {regex!r}, which matches none."
+        )
     step = reference.step or 0
     prepare_logdir(config)
     target.save({AGENT: agent.save()}, {"step": step})
@@ -261,42 +279,6 @@ def translate(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 first,
             )
     return arrays, unused
-
-
-def _choose(
-    arrays: Mapping[str, Any], own: Mapping[str, Any], regex: str
-) -> dict[str, Any]:
-    """Returns the arrays to import, by name; raises unless they fit the agent."""
-    chosen = {
-        name: value
-        for name, value in arrays.items()
-        if name in own and re.match(regex, name)
-    }
-    wrong = [
-        f"{name} (expected {own[name].shape}, got {np.shape(value)})"
-        for name, value in sorted(chosen.items())
-        if np.shape(value) != own[name].shape
-    ]
-    missing = [
-        name
-        for name in sorted(set(own) - set(chosen))
-        if re.match(regex, name) and not UNTRAINED.match(name)
-    ]
-    problems = f" Other shapes: {_listing(wrong)}." if wrong else ""
-    problems += f" Missing: {_listing(missing)}." if missing else ""
-    if problems:
-        raise CheckpointError(
-            "run.from_checkpoint: expected the checkpoint of an agent for this task "
-            f"and of these sizes, got another.{problems} Use the flags of that run, "
-            "such as --task and --configs, or leave names out with "
-            "run.from_checkpoint_regex."
-        )
-    if not chosen:
-        raise CheckpointError(
-            f"run.from_checkpoint_regex: expected to match names such as {min(own)!r}, "
-            f"got {regex!r}, which matches none."
-        )
-    return chosen
 
 
 def _candidates(folder: Path) -> list[Path]:

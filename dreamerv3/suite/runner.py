@@ -14,8 +14,8 @@ from dreamerv3 import plot
 from dreamerv3.cli.config import (
     FILENAME,
     ConfigError,
+    action_repeat,
     fill_logdir,
-    flatten,
     load_config,
     split_arguments,
 )
@@ -24,7 +24,7 @@ from dreamerv3.cli.scripts import RunError
 from dreamerv3.cli.texts import package_version
 from dreamerv3.suite import score_table
 from dreamerv3.suite.accelerators import Slot, open_slots
-from dreamerv3.suite.curves import PlotError, action_repeat
+from dreamerv3.suite.curves import PlotError
 from dreamerv3.suite.display import SuiteDisplay, status_line
 from dreamerv3.suite.presets import Preset, make_presets
 from dreamerv3.suite.run_queue import FAILED, RunQueue, SuiteRun
@@ -113,7 +113,7 @@ def plan_runs(
                     logdir=logdir,
                     argv=(*common, *own, *place),
                     steps=checked.run.steps,
-                    repeat=action_repeat(flatten(dict(checked))),
+                    repeat=action_repeat(checked.flat),
                 )
             )
     assert example is not None
