@@ -148,7 +148,7 @@ def _read_reference(run: Curve, metric: str, name: str | None) -> PublishedCurve
     """Finds the published curve to show beside a run: of its task or of task `name`."""
     if name == "none" or (name is None and metric != curves.SCORE):
         return None
-    found = find_published(run, name)
+    found = find_published(run.config, name or run.task)
     if name is not None and found is None:
         raise PlotError(
             f"--reference: expected none or one of {', '.join(published_tasks())}, as "

@@ -226,7 +226,7 @@ def make_args(config: elements.Config) -> elements.Config:
 
 def action_repeat(config: Mapping[str, Any]) -> int:
     """Returns the frames of an agent step by a configuration with full keys."""
-    return config.get(f"env.{config['task'].partition('_')[0]}.repeat", 1)
+    return int(config.get(f"env.{config['task'].partition('_')[0]}.repeat", 1))
 
 
 def read_config(filename: str | os.PathLike[str]) -> elements.Config:

@@ -99,7 +99,7 @@ def group_by_task(runs: Sequence[Curve]) -> list[TaskScores]:
     """Groups runs by task and scores them, in the order of suites and names."""
     groups: dict[tuple[str, str], list[Curve]] = {}
     for run in runs:
-        published = find_published(run)
+        published = find_published(run.config, run.task)
         suite = published.suite if published else ""
         groups.setdefault((suite, run.task), []).append(run)
     return [_score(groups[key]) for key in sorted(groups)]
@@ -107,7 +107,7 @@ def group_by_task(runs: Sequence[Curve]) -> list[TaskScores]:
 
 def _score(runs: list[Curve]) -> TaskScores:
     runs = sorted(runs, key=lambda run: (run.seed, run.logdir))
-    published = find_published(runs[0])
+    published = find_published(runs[0].config, runs[0].task)
     steps = published.steps if published else _even_steps(runs)
     # Published scores of some suites are unevenly spaced. Intervals are as long as the
     # shortest distance, so that a score is that of the policy at its step.
