@@ -140,7 +140,7 @@ def image_size(
 
     Returns None if there are no images, or if the networks can take all of them as they
     are. Also returns None for suites whose option `size` holds for all of their tasks,
-    because that option has already been checked.
+    and for images of the size of `env.gym`, because that option has been checked.
     """
     suite = config.task.partition("_")[0]
     images = [
@@ -157,14 +157,8 @@ def image_size(
     fits = all(
         side % factor == 0 and low <= side <= high for size in images for side in size
     )
-    if fits and len(set(images)) == 1:
+    if (fits and len(set(images)) == 1) or set(images) == {config.env.gym.size}:
         return None
-    asked = tuple(config.env.gym.size)
-    if any(asked) and set(images) == {asked}:
-        raise ConfigError(
-            f"env.gym.size: expected multiples of {factor} from {low} to {high}, which "
-            f"the networks can take, got {asked[0]} {asked[1]}."
-        )
     side = min(max(USUAL_SIZE // factor * factor, low), high)
     return side, side
 
