@@ -183,43 +183,37 @@ def _draw_group(
     window: int | None,
 ) -> None:
     """Draws one run, or several as the seeds of one curve."""
+    alone = len(runs) == 1
     for run in runs:
         axes.plot(
             *(run.steps, run.values, "o"),
             color=color,
-            alpha=0.3 if len(runs) == 1 else 0.12,
+            alpha=0.3 if alone else 0.12,
             markersize=3.5,
             markeredgewidth=0,
         )
-    if len(runs) == 1:
-        _draw_alone(axes, label, runs[0], color, window)
-        return
-    for run in runs:
-        line = curves.band([run], width)
-        axes.plot(line.steps, line.mean, color=color, linewidth=0.7, alpha=0.45)
-    band = curves.band(runs, width)
-    axes.fill_between(
-        band.steps, band.low, band.high, color=color, alpha=0.15, linewidth=0
-    )
+    if alone:
+        count = len(runs[0].values)
+        size = window or curves.default_window(count)
+        begin = min(size, count) // 4  # The mean of few values is mostly noise.
+        steps = runs[0].steps[begin:]
+        mean = curves.running_mean(runs[0].values, size)[begin:]
+        told = "running mean"
+    else:
+        for run in runs:
+            line = curves.band([run], width)
+            axes.plot(line.steps, line.mean, color=color, linewidth=0.7, alpha=0.45)
+        band = curves.band(runs, width)
+        axes.fill_between(
+            band.steps, band.low, band.high, color=color, alpha=0.15, linewidth=0
+        )
+        steps, mean, told = band.steps, band.mean, f"mean and range of {len(runs)} runs"
     axes.plot(
-        *(band.steps, band.mean),
-        color=color,
-        linewidth=2.4,
-        label=f"{label}, mean and range of {len(runs)} runs",
-    )
-
-
-def _draw_alone(
-    axes: Any, label: str, run: Curve, color: str, window: int | None
-) -> None:
-    size = window or curves.default_window(len(run.values))
-    begin = min(size, len(run.values)) // 4  # The mean of few values is mostly noise.
-    axes.plot(
-        *(run.steps[begin:], curves.running_mean(run.values, size)[begin:]),
+        *(steps, mean),
         color=color,
         linewidth=2.2,
-        marker="o" if len(run.values) == 1 else None,
-        label=f"{label}, running mean",
+        marker="o" if len(mean) == 1 else None,
+        label=f"{label}, {told}",
     )
 
 
