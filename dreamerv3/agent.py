@@ -147,8 +147,7 @@ def make_algorithm(
 
 def agent_observations(obs_space: Spaces) -> Spaces:
     """Returns the spaces of observations that reach the agent, sorted by key."""
-    spaces = model.named_spaces(obs_space, ())
-    return {key: space for key, space in spaces if not key.startswith("log/")}
+    return dict(model.named_spaces(obs_space, ()))
 
 
 def agent_actions(act_space: Spaces) -> Spaces:
