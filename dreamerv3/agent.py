@@ -64,10 +64,8 @@ class Agent(JaxAgent):
         algorithm = make_algorithm(obs_space, act_space, config, backend, extra)
         options = _options(config, compiler)
         self.obs_space = agent_observations(obs_space)
-        spaces = {  # `dreamerv3.load` needs them.
-            "obs": spaces_to_tree(self.obs_space),
-            "act": spaces_to_tree(agent_actions(act_space)),
-        }
+        # `dreamerv3.load` needs them.
+        spaces = spaces_to_tree(self.obs_space, agent_actions(act_space))
         super().__init__(algorithm, options, {"spaces": spaces})
         logger.info(
             "The agent computes in %s on %s. It has %s",
@@ -149,8 +147,7 @@ def make_algorithm(
 
 def agent_observations(obs_space: Spaces) -> Spaces:
     """Returns the spaces of observations that reach the agent, sorted by key."""
-    spaces = model.named_spaces(obs_space, ())
-    return {key: space for key, space in spaces if not key.startswith("log/")}
+    return dict(model.named_spaces(obs_space, ()))
 
 
 def agent_actions(act_space: Spaces) -> Spaces:

@@ -10,13 +10,13 @@ import functools
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 
 from dreamerv3.cli.config import ConfigError, flatten, load_config, to_arguments
-from dreamerv3.cli.factories import MakeEnv, make_env, make_own_env, make_spaces
+from dreamerv3.cli.factories import Factory, make_spaces
 from dreamerv3.cli.logdir import MANIFEST
 from dreamerv3.cli.schema import read_keys
 from dreamerv3.cli.scripts import SCRIPTS, RunError
@@ -69,7 +69,7 @@ def train(
       RunError: a role has failed, and the message names it and has its traceback; or
         the run was stopped before its first checkpoint, so that there is no policy.
     """
-    task, make, options = _resolve_env(env)
+    task, own, options = _resolve_env(env)
     given = {"script": "parallel", **_full_keys({**options, **flags})}
     if given["script"] not in TRAIN_SCRIPTS:
         raise ConfigError(
@@ -82,13 +82,13 @@ def train(
     block = size if size.startswith("size") else f"size{size}"
     config = load_config(["--configs", block, *configs, *to_arguments(given)])
 
-    run_script(config, lambda: SCRIPTS[config.script](config, make))
+    run_script(config, lambda: SCRIPTS[config.script](config, own))
     if not pathlib.Path(config.logdir, MANIFEST).exists():
         raise RunError(
             "The run was stopped before its first checkpoint: there is no policy yet. "
             "The same call begins again."
         )
-    spaces = make_spaces(config, make) if config.random_agent else None
+    spaces = make_spaces(config, own) if config.random_agent else None
     platform, seed = config.jax.platform, config.seed
     return load(config.logdir, platform=platform, seed=seed, spaces=spaces)
 
@@ -112,17 +112,17 @@ def _full_keys(flags: Mapping[str, Any]) -> dict[str, Any]:
 # Kinds of environments that `train` accepts.
 
 
-def _resolve_env(env: Any) -> tuple[str, MakeEnv, dict[str, Any]]:
-    """Returns the task's name, a function that makes its environments, and flags."""
+def _resolve_env(env: Any) -> tuple[str, Factory | None, dict[str, Any]]:
+    """Returns the task's name, its factory unless the task tells it, and flags."""
     if isinstance(env, str):
         return _named(env)
     if not isinstance(env, type) and (hasattr(env, "step") or not callable(env)):
         return _from_instance(env)
     _dumps(env, f"{env!r} as a class or function")
-    return _name(env), functools.partial(make_own_env, env), {}
+    return _name(env), env, {}
 
 
-def _named(name: str) -> tuple[str, MakeEnv, dict[str, Any]]:
+def _named(name: str) -> tuple[str, Factory | None, dict[str, Any]]:
     import gymnasium
 
     suite, underscore, _ = name.partition("_")
@@ -132,13 +132,13 @@ def _named(name: str) -> tuple[str, MakeEnv, dict[str, Any]]:
         # By its specification, since other processes may not know the id.
         spec = gymnasium.spec(gym_id)
         factory = functools.partial(gymnasium.make, spec, disable_env_checker=True)
-        return f"gym_{gym_id}", functools.partial(make_own_env, factory), {}
+        return f"gym_{gym_id}", factory, {}
     versioned = re.search(r"-v\d+$", name)
     own = ":" in name and not versioned
-    return name if known or own or not versioned else f"gym_{name}", make_env, {}
+    return name if known or own or not versioned else f"gym_{name}", None, {}
 
 
-def _from_instance(env: Any) -> tuple[str, MakeEnv, dict[str, Any]]:
+def _from_instance(env: Any) -> tuple[str, Factory | None, dict[str, Any]]:
     """Like `_resolve_env`, for an environment: the function makes copies of it."""
     import gymnasium
 
@@ -153,22 +153,18 @@ def _from_instance(env: Any) -> tuple[str, MakeEnv, dict[str, Any]]:
         wrapper.kwargs is None for wrapper in spec.additional_wrappers
     )
     if spec is not None and not wrapped:
-        factory: Callable[..., Any] = functools.partial(
+        factory: Factory = functools.partial(
             gymnasium.make, spec, disable_env_checker=True
         )
         _dumps(factory, f"the specification of {env}")
         if not spec.additional_wrappers:
-            return (
-                f"gym_{spec.id}",
-                functools.partial(make_own_env, factory),
-                _kwargs_as_flags(spec),
-            )
+            return f"gym_{spec.id}", factory, _kwargs_as_flags(spec)
         name = _name(type(env))
     else:
         data = _dumps(env, f"{type(env).__name__}")
         factory = functools.partial(cloudpickle.loads, data)
         name = _name(type(env.unwrapped if isinstance(env, gymnasium.Env) else env))
-    return name, functools.partial(make_own_env, factory), {}
+    return name, factory, {}
 
 
 def _kwargs_as_flags(spec: Any) -> dict[str, Any]:

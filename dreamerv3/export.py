@@ -25,16 +25,19 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import ml_dtypes
+import numpy as np
 
 from dreamerv3.cli.config import FILENAME, ConfigError
 from dreamerv3.cli.task_origin import sign_task, started_by_user
 from dreamerv3.policies.hub import write_hub
-from dreamerv3.policies.inference import checkpoint_errors
 from dreamerv3.policies.spaces import spaces_to_tree
 from embodied.checkpoint import Checkpoint, CheckpointError
-from embodied.run.saving import AGENT, FOLDER, read_agent
+from embodied.run.saving import AGENT, FOLDER
+
+if TYPE_CHECKING:
+    from dreamerv3.policies.portable import PortablePolicy
 
 DTYPES = ("float32", "bfloat16")
 FORMATS = ("policy", "hub", "stablehlo", "onnx")
@@ -73,41 +76,33 @@ def export(
     folder = pathlib.Path(target).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"export expected an empty folder, got {folder}.")
-    if format in ("policy", "hub"):
-        return _write_weights(source, folder, dtype, format, task)
-    if dtype != DTYPES[0]:
+    portable = format in ("stablehlo", "onnx")
+    if portable and dtype != DTYPES[0]:
         raise ValueError(
             f"export expected dtype {DTYPES[0]} for {format}, got {dtype}."
         )
     # Imported here, because it imports all of JAX.
-    from dreamerv3.policies import portable
+    from dreamerv3.policies.portable import WRITERS, load_portable
 
-    policy = portable.load_portable(source, task)
+    policy = load_portable(source, task)
     folder.mkdir(parents=True, exist_ok=True)
-    portable.WRITERS[format](policy, folder)
+    if not portable:
+        return _write_weights(policy, folder, dtype, format)
+    WRITERS[format](policy, folder)
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def _write_weights(
-    source: str | os.PathLike[str],
-    folder: pathlib.Path,
-    dtype: str,
-    format: str,
-    task: str | None,
+    policy: PortablePolicy, folder: pathlib.Path, dtype: str, format: str
 ) -> int:
-    from dreamerv3.policies.portable import open_agent
+    from embodied.jax.param_names import flat_params
 
-    saved = read_agent(source)
-    config, agent, obs_space, act_space = open_agent(saved, task)
-    with checkpoint_errors(saved):
-        weights = agent.weights(saved.data)
-    half = dtype == "bfloat16"
+    saved, config = policy.saved, policy.config
     weights = {
-        name: value.astype(ml_dtypes.bfloat16) if half and value.ndim > 1 else value
-        for name, value in weights.items()
+        name: np.asarray(value, dtype if value.ndim > 1 else None)
+        for name, value in flat_params(policy.params).items()
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    spaces = {"obs": spaces_to_tree(obs_space), "act": spaces_to_tree(act_space)}
+    spaces = spaces_to_tree(policy.obs_space, policy.act_space)
     if format == "hub":
         write_hub(folder, saved, weights, spaces, config)
     else:

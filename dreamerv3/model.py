@@ -349,9 +349,11 @@ def unpack_latent(params: Model, deter: Array, stoch: Array) -> Latent:
 
 
 def named_spaces(spaces: Mapping[str, Any], without: Container[str]) -> NamedSpaces:
-    """Spaces sorted by key, except the keys in `without`."""
+    """Spaces sorted by key, except `log/` keys and those in `without`."""
     return tuple(
-        (key, Space.of(spaces[key])) for key in sorted(spaces) if key not in without
+        (key, Space.of(spaces[key]))
+        for key in sorted(spaces)
+        if key not in without and not key.startswith("log/")
     )
 
 
@@ -411,7 +413,6 @@ def _check_scales(
 
 def _observations(obs_space: Mapping[str, Any]) -> NamedSpaces:
     spaces = named_spaces(obs_space, SIGNALS)
-    spaces = tuple(entry for entry in spaces if not entry[0].startswith("log/"))
     taken = sorted({key for key, _ in spaces} & set(LOSSES))
     if taken:
         raise ValueError(

@@ -6,14 +6,15 @@
 Each dot is an episode, at the agent step at which it ended. A single run gets a running
 mean. Runs with the same label are seeds of one curve, drawn as their mean in a band
 from the lowest to the highest value. Runs of several tasks get a panel for each task.
-The published curve of a task is drawn beside them if there is one
-(`dreamerv3/suite/published.json`).
+The published curve of a task is drawn beside them in the same way if there is one
+(`dreamerv3/suite/published.json`). Needs matplotlib, the extra `plot`.
 """
 
 from __future__ import annotations
 
 import argparse
 import glob
+import io
 import math
 import sys
 from collections.abc import Sequence
@@ -22,40 +23,24 @@ from typing import Any
 
 from dreamerv3.cli.config import FILENAME
 from dreamerv3.suite import curves
-from dreamerv3.suite.curve_plot import (
-    COLORS,
-    FAINT,
-    INK,
-    add_legend,
-    new_figure,
-    style_axes,
-    write_figure,
-)
 from dreamerv3.suite.curves import Curve, PlotError
 from dreamerv3.suite.presets import PublishedCurve, find_published, published_tasks
 
 FORMATS = (".png", ".svg")
+DPI = 150  # Pixels per inch.
+COLORS = ("#1f6fb4", "#d9622b", "#2e8b57", "#8e5bb5", "#b8860b", "#c2447a")
+INK, FAINT, GRID = "#333333", "#777777", "#e4e4e4"
 WIDTH, HEIGHT = 1200, 720  # Pixels of the picture of one task.
 PANEL = (480, 340)  # Pixels of a task's panel among several.
-MARGIN = 60  # Pixels above and below all panels.
+MARGIN = 60  # Pixels above all panels.
 BINS = 25  # Of the mean over seeds, unless steps per bin are given.
-LEGEND_COLUMNS, LEGEND_WIDTH = 3, 0.9 * WIDTH  # At most.
+LEGEND_COLUMNS, LEGEND_WIDTH = 3, 0.9  # At most; the width is a share of the picture's.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draws the runs that the arguments name; returns 2 if it cannot, else 0."""
-    options = parse(argv)
     try:
-        out = render(
-            options.logdirs,
-            options.out,
-            metric=options.metric,
-            labels=options.label,
-            reference=options.reference,
-            steps_per=options.steps_per,
-            window=options.window,
-            until=options.until,
-        )
+        out = render(**vars(parse(argv)))
     except PlotError as error:
         print(f"plot: {error}", file=sys.stderr)
         return 2
@@ -106,6 +91,8 @@ def render(
         raise PlotError(
             f"--label: expected one for each of {len(folders)} runs, got {len(labels)}."
         )
+    if not folders:
+        raise PlotError("expected runs with at least one episode, found none.")
     end = math.inf if until is None else until
     runs = [curves.read_run(folder, metric).until(end) for folder in folders]
     tasks: dict[str, dict[str, list[Curve]]] = {}
@@ -113,15 +100,20 @@ def render(
         tasks.setdefault(run.task, {}).setdefault(label, []).append(run)
     names = list(dict.fromkeys(label for groups in tasks.values() for label in groups))
     colors = {label: COLORS[index % len(COLORS)] for index, label in enumerate(names)}
-    options = (metric, reference, steps_per, window, end)
-    if len(tasks) == 1:
-        figure = new_figure(WIDTH, HEIGHT)
-        axes = figure.add_subplot()
-        _draw_task(axes, next(iter(tasks.values())), colors, options)
-        _head(axes, title(runs))
-    else:
-        figure = _draw_grid(tasks, colors, options)
-    write_figure(figure, out)
+    figure, grid = _new_figure(len(tasks))
+    for axes, groups in zip(grid, tasks.values()):
+        members = [run for runs in groups.values() for run in runs]
+        _style_axes(axes, members, metric, 7 if len(tasks) > 1 else 9)
+        published = _read_reference(members[0], metric, reference)
+        if published and published.steps[0] <= end:
+            _draw_reference(axes, published.until(end), members[0].task)
+        last = max(float(run.steps[-1]) for run in members)
+        width = steps_per or max(last / BINS, 1.0)
+        for label, group in groups.items():
+            _draw_group(axes, label, group, colors[label], width, window)
+        axes.set_xlim(left=0)
+    _add_legend(figure)
+    _write_figure(figure, out)
     return out
 
 
@@ -144,48 +136,6 @@ def find_runs(given: str | Path) -> list[Path]:
     return runs
 
 
-def _draw_grid(
-    tasks: dict[str, dict[str, list[Curve]]], colors: dict[str, str], options: Any
-) -> Any:
-    """Draws a panel for every task into a new figure."""
-    columns = math.ceil(math.sqrt(len(tasks)))
-    rows = math.ceil(len(tasks) / columns)
-    lines = math.ceil((len(colors) + 1) / columns)
-    height = rows * PANEL[1] + MARGIN + 20 * lines
-    figure = new_figure(columns * PANEL[0], height)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for axes, groups in zip(grid.flat, tasks.values()):
-        _draw_task(axes, groups, colors, options)
-        members = [run for runs in groups.values() for run in runs]
-        axes.set_title(title(members), loc="left", fontsize=9, color=INK)
-        axes.tick_params(labelsize=7)
-        axes.xaxis.label.set_size(8)
-        axes.yaxis.label.set_size(8)
-    for axes in list(grid.flat)[len(tasks) :]:
-        axes.set_visible(False)
-    add_legend(figure, columns)
-    return figure
-
-
-def _draw_task(
-    axes: Any, groups: dict[str, list[Curve]], colors: dict[str, str], options: Any
-) -> None:
-    """Draws the runs of one task, by label, and its published curve."""
-    metric, reference, steps_per, window, end = options
-    runs = [run for members in groups.values() for run in members]
-    _style(axes, runs, metric)
-    if reference is not None or metric == curves.SCORE:
-        published = _read_reference(runs[0], reference)
-        if published and published.steps[0] <= end:
-            _draw_reference(axes, published.until(end), runs[0].task)
-    last = max(float(run.steps[-1]) for run in runs)
-    width = steps_per or max(last / BINS, 1.0)
-    noun = "episodes" if metric == curves.SCORE else "values"
-    for label, members in groups.items():
-        _draw_group(axes, label, members, colors[label], width, window, noun)
-    axes.set_xlim(left=0)
-
-
 def title(runs: Sequence[Curve]) -> str:
     """Returns task, sizes, and the number of seeds, or of runs if seeds repeat."""
     sizes = " and ".join(dict.fromkeys(run.size for run in runs))
@@ -194,11 +144,11 @@ def title(runs: Sequence[Curve]) -> str:
     return f"{runs[0].task}, {sizes}, {len(runs)} {noun}{plural}"
 
 
-def _read_reference(run: Curve, name: str | None) -> PublishedCurve | None:
+def _read_reference(run: Curve, metric: str, name: str | None) -> PublishedCurve | None:
     """Finds the published curve to show beside a run: of its task or of task `name`."""
-    if name == "none":
+    if name == "none" or (name is None and metric != curves.SCORE):
         return None
-    found = find_published(run, name)
+    found = find_published(run.config, name or run.task)
     if name is not None and found is None:
         raise PlotError(
             f"--reference: expected none or one of {', '.join(published_tasks())}, as "
@@ -207,36 +157,10 @@ def _read_reference(run: Curve, name: str | None) -> PublishedCurve | None:
     return found
 
 
-def _style(axes: Any, runs: Sequence[Curve], metric: str) -> None:
-    style_axes(axes, ticks=8)
-    repeat = runs[0].repeat
-    frames = f" ({repeat} frames each)" if repeat > 1 else ""
-    axes.set_xlabel(f"agent steps{frames}", color=INK)
-    axes.set_ylabel(metric.replace("/", " "), color=INK)
-
-
-def _head(axes: Any, text: str) -> None:
-    """Puts title and legend above the curves, where they hide nothing."""
-    entries = len(axes.get_legend_handles_labels()[1])
-    for columns in range(LEGEND_COLUMNS, 0, -1):
-        legend = axes.legend(
-            loc="lower left",
-            bbox_to_anchor=(0, 1),
-            borderaxespad=0,
-            borderpad=0.3,
-            ncols=columns,
-            frameon=False,
-            fontsize=9,
-            labelcolor=INK,
-        )
-        if legend.get_window_extent().width <= LEGEND_WIDTH:
-            break
-    rows = -(-entries // columns)
-    axes.set_title(text, loc="left", fontsize=12, color=INK, pad=12 + 14 * rows)
-
-
 def _draw_reference(axes: Any, published: PublishedCurve, task: str) -> None:
     other = "" if published.task == task else f" {published.task}"
+    low, high = published.seeds.min(0), published.seeds.max(0)
+    axes.fill_between(published.steps, low, high, color=FAINT, alpha=0.15, linewidth=0)
     axes.plot(
         published.steps,
         published.mean,
@@ -246,7 +170,7 @@ def _draw_reference(axes: Any, published: PublishedCurve, task: str) -> None:
         marker="o",
         markersize=4.5,
         markerfacecolor="white",
-        label=f"published{other}, mean of {len(published.seeds)} seeds",
+        label=f"published{other}, mean and range of {len(published.seeds)} seeds",
     )
 
 
@@ -257,47 +181,133 @@ def _draw_group(
     color: str,
     width: float,
     window: int | None,
-    noun: str,
 ) -> None:
     """Draws one run, or several as the seeds of one curve."""
+    alone = len(runs) == 1
     for run in runs:
         axes.plot(
             *(run.steps, run.values, "o"),
             color=color,
-            alpha=0.3 if len(runs) == 1 else 0.12,
+            alpha=0.3 if alone else 0.12,
             markersize=3.5,
             markeredgewidth=0,
         )
-    if len(runs) == 1:
-        _draw_alone(axes, label, runs[0], color, window, noun)
-        return
-    for run in runs:
-        line = curves.band([run], width)
-        axes.plot(line.steps, line.mean, color=color, linewidth=0.7, alpha=0.45)
-    band = curves.band(runs, width)
-    axes.fill_between(
-        band.steps, band.low, band.high, color=color, alpha=0.15, linewidth=0
-    )
+    if alone:
+        count = len(runs[0].values)
+        size = window or curves.default_window(count)
+        begin = min(size, count) // 4  # The mean of few values is mostly noise.
+        steps = runs[0].steps[begin:]
+        mean = curves.running_mean(runs[0].values, size)[begin:]
+        told = "running mean"
+    else:
+        for run in runs:
+            line = curves.band([run], width)
+            axes.plot(line.steps, line.mean, color=color, linewidth=0.7, alpha=0.45)
+        band = curves.band(runs, width)
+        axes.fill_between(
+            band.steps, band.low, band.high, color=color, alpha=0.15, linewidth=0
+        )
+        steps, mean, told = band.steps, band.mean, f"mean and range of {len(runs)} runs"
     axes.plot(
-        *(band.steps, band.mean),
-        color=color,
-        linewidth=2.4,
-        label=f"{label}, mean and range of {len(runs)} runs",
-    )
-
-
-def _draw_alone(
-    axes: Any, label: str, run: Curve, color: str, window: int | None, noun: str
-) -> None:
-    size = window or curves.default_window(len(run.values))
-    begin = min(size, len(run.values)) // 4  # The mean of few values is mostly noise.
-    axes.plot(
-        *(run.steps[begin:], curves.running_mean(run.values, size)[begin:]),
+        *(steps, mean),
         color=color,
         linewidth=2.2,
-        marker="o" if len(run.values) == 1 else None,
-        label=f"{label}, mean of {size} {noun}",
+        marker="o" if len(mean) == 1 else None,
+        label=f"{label}, {told}",
     )
+
+
+# The figure around the curves.
+
+
+def _new_figure(panels: int) -> tuple[Any, list[Any]]:
+    """Makes a figure with axes for every panel.
+
+    It does so without pyplot, which keeps global state.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotError(
+            f"expected the package matplotlib, which cannot be imported ({error}). "
+            f"Run: pip install 'dreamerv3-parallel[plot]'"
+        ) from error
+    columns = math.ceil(math.sqrt(panels))
+    rows = math.ceil(panels / columns)
+    width, height = columns * PANEL[0], rows * PANEL[1] + MARGIN
+    if panels == 1:
+        width, height = WIDTH, HEIGHT
+    size = (width / DPI, height / DPI)
+    figure = Figure(figsize=size, dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in grid[panels:]:
+        axes.set_visible(False)
+    return figure, grid
+
+
+def _style_axes(axes: Any, runs: Sequence[Curve], metric: str, fontsize: int) -> None:
+    """Adds the texts, and reduces the axes to what helps to read values."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(colors=FAINT, labelcolor=INK, labelsize=fontsize)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    repeat = runs[0].repeat
+    frames = f" ({repeat} frames each)" if repeat > 1 else ""
+    texts: dict[str, Any] = {"color": INK, "fontsize": fontsize + 1}
+    axes.set_xlabel(f"agent steps{frames}", **texts)
+    axes.set_ylabel(metric.replace("/", " "), **texts)
+    axes.set_title(title(runs), loc="left", color=INK, fontsize=fontsize + 2)
+
+
+def _add_legend(figure: Any) -> None:
+    """Puts one legend above all panels, with each label once."""
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels()):
+            handles.setdefault(label, handle)
+    for columns in range(LEGEND_COLUMNS, 0, -1):
+        legend = figure.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside upper left",
+            ncols=columns,
+            frameon=False,
+            fontsize=9,
+            labelcolor=INK,
+        )
+        if legend.get_window_extent().width <= LEGEND_WIDTH * figure.bbox.width:
+            return
+        if columns > 1:
+            legend.remove()
+
+
+def _write_figure(figure: Any, out: Path) -> None:
+    """Writes a figure as PNG or SVG; equal curves become equal files."""
+    import matplotlib
+
+    content = io.BytesIO()
+    kind = out.suffix.lower().removeprefix(".")
+    # Omit the version of the library, the date, and random names.
+    metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
+    with matplotlib.rc_context({"svg.hashsalt": "dreamerv3"}):
+        figure.savefig(content, format=kind, metadata=metadata)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_bytes(content.getvalue())
+    except OSError as error:
+        raise PlotError(f"--out: {out} cannot be written ({error}).") from error
+
+
+# The command line.
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -310,6 +320,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--metric", default=curves.SCORE)
     parser.add_argument(
         "--label",
+        dest="labels",
         nargs="+",
         help="one per run; runs with equal labels are seeds of one curve",
     )
@@ -318,7 +329,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--steps-per", type=_positive(float), help="agent steps of a bin over seeds"
     )
     parser.add_argument(
-        "--window", type=_positive(int), help="episodes of the running mean"
+        "--window", type=_positive(int), help="values in the running mean of a run"
     )
     parser.add_argument(
         "--until", type=_positive(float), help="agent step up to which to draw"

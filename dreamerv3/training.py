@@ -98,7 +98,6 @@ def loss(
     seed: Array,
     slowval: TwoHotHead,
     norms: NormState,
-    training: bool = True,
 ) -> tuple[Array, tuple[Carry, dict[str, Any], Metrics, NormState]]:
     """Computes the sum of all scaled losses.
 
@@ -109,12 +108,11 @@ def loss(
       seed: random key, or its data, or an integer.
       slowval: the slow value.
       norms: states of the normalisers.
-      training: whether to update the normalisers with this batch.
 
     Returns:
       The loss, and the new carry, outputs, metrics and states of the normalisers.
     """
-    means, aux = loss_terms(params, carry, batch, seed, slowval, norms, training)
+    means, aux = loss_terms(params, carry, batch, seed, slowval, norms)
     scale = params.settings.scale
     return total(scale(key) * mean for key, mean in means.items()), aux
 
@@ -128,7 +126,10 @@ def loss_terms(
     norms: NormState,
     training: bool = True,
 ) -> tuple[dict[str, Array], tuple[Carry, dict[str, Any], Metrics, NormState]]:
-    """Like `loss`, but returns the unscaled mean of each loss, by name."""
+    """Like `loss`, but returns the unscaled mean of each loss, by name.
+
+    The normalisers are updated with this batch only if it is for `training`.
+    """
     settings = params.settings
     observe_key, imagine_key = jax.random.split(as_key(seed))
     latent, action, data = split_context(params, carry, batch)

@@ -16,12 +16,13 @@ import numpy as np
 
 from dreamerv3.cli import texts
 from dreamerv3.cli.config import ConfigError
-from dreamerv3.cli.factories import EnvFactory, MakeEnv, make_env
+from dreamerv3.cli.factories import EnvFactory, make_env
 from embodied.base import Env, Spaces, TaskError
 from embodied.driver import Driver, EnvError, env_errors
 from embodied.envs.keys import SIGNALS
 from embodied.random_agent import RandomAgent
 from embodied.replay import ReplayMemoryError
+from embodied.replay.sizing import ReplaySettings, plan_sizes
 from embodied.space import Space
 
 STEPS, SECONDS = 1000, 10.0  # Stepping ends at whichever comes first.
@@ -29,7 +30,7 @@ BATCH_STEPS = 100  # Of environments that step together.
 LARGE_REWARD = 1e4
 
 
-def run_check(config: elements.Config, make: MakeEnv = make_env) -> None:
+def run_check(config: elements.Config) -> None:
     """Steps an environment of the task and prints what an agent would see of it.
 
     Raises:
@@ -38,8 +39,8 @@ def run_check(config: elements.Config, make: MakeEnv = make_env) -> None:
     print(f"{config.task}:", flush=True)
     problems: list[str] = []
     with env_errors(0, TaskError):
-        env = make(config, 0)
-        other = make(config, 1)
+        env = make_env(config, 0)
+        other = make_env(config, 1)
     try:
         print(describe_spaces(env))
         if (env.obs_space, env.act_space) != (other.obs_space, other.act_space):
@@ -49,14 +50,14 @@ def run_check(config: elements.Config, make: MakeEnv = make_env) -> None:
             )
         problems += _agent_problems(config, env)
         problems += _replay_problems(config, env)
-        hints = [] if problems else _seed_hints(config, make, env, other)
+        hints = [] if problems else _seed_hints(config, env, other)
     finally:
         env.close()
         other.close()
     if not problems:
         try:
-            found = step_env(config, make)
-            step_batch(config, make)
+            found = step_env(config)
+            step_batch(config)
         except EnvError as error:
             problems.append(texts.env_failure(error))
         except TaskError as error:
@@ -178,13 +179,13 @@ class StepStatistics:
             yield f"{key!r} never changed."
 
 
-def step_env(config: elements.Config, make: MakeEnv = make_env) -> StepStatistics:
+def step_env(config: elements.Config) -> StepStatistics:
     """Steps an environment at random, in a process of its own.
 
     Raises:
       EnvError: the environment fails, hangs, or returns values outside of its spaces.
     """
-    factory = functools.partial(EnvFactory(config, make), 0)
+    factory = functools.partial(EnvFactory(config), 0)
     found = StepStatistics()
     timeout = config.run.env_timeout
     with Driver([factory], parallel=True, timeout=timeout, mode="train") as driver:
@@ -199,7 +200,7 @@ def step_env(config: elements.Config, make: MakeEnv = make_env) -> StepStatistic
     return found
 
 
-def step_batch(config: elements.Config, make: MakeEnv = make_env) -> None:
+def step_batch(config: elements.Config) -> None:
     """Steps the environments of a worker as one batch, if the task supports it.
 
     Raises:
@@ -208,7 +209,7 @@ def step_batch(config: elements.Config, make: MakeEnv = make_env) -> None:
     """
     rows = config.run.envs_per_worker
     with env_errors(0, TaskError):
-        batch = EnvFactory(config, make).make_batch(range(rows))
+        batch = EnvFactory(config).make_batch(range(rows))
         if batch is None:
             return
         agent = RandomAgent(batch.obs_space, batch.act_space, seed=config.seed)
@@ -251,8 +252,6 @@ def _agent_problems(config: elements.Config, env: Env) -> list[str]:
 
 def _replay_problems(config: elements.Config, env: Env) -> list[str]:
     """Returns why the replay would not fit; prints how large it would be."""
-    from embodied.replay.sizing import ReplaySettings, plan_sizes
-
     stored: Spaces = {**env.obs_space, **env.act_space}
     size = sum(
         math.prod(space.shape) * space.dtype.itemsize
@@ -278,12 +277,10 @@ def _replay_problems(config: elements.Config, env: Env) -> list[str]:
     return []
 
 
-def _seed_hints(
-    config: elements.Config, make: MakeEnv, env: Env, other: Env
-) -> list[str]:
+def _seed_hints(config: elements.Config, env: Env, other: Env) -> list[str]:
     """Returns hints if equal seeds begin differently, or different seeds alike."""
     with env_errors(0, TaskError):
-        again = make(config, 0)
+        again = make_env(config, 0)
         try:
             one, two, three = (_first_values(x) for x in (env, again, other))
         finally:

@@ -86,7 +86,7 @@ def load_config(
     values = merge(sys.argv[1:] if argv is None else argv)
     index = (os.environ if environ is None else environ).get("JOB_COMPLETION_INDEX")
     if index:
-        values.set("replica", [index])
+        values.set("replica", index)
     flat = values.flat
     flat["logdir"] = fill_logdir(flat["logdir"], flat["task"], flat["seed"])
     # Checking combinations of values that are wrong already would repeat problems.
@@ -144,10 +144,10 @@ def _apply(
     views = ("script", ["view"]) in arguments
     for flag, given in arguments:
         if views and flag == "logdir" and len(given) > 1:
-            values.set(flag, given[:1])
+            values.set(flag, given[0])
             values.flat["view.folders"] = tuple(given[1:])
         elif flag != "configs":
-            values.set(flag, given, typed=False)
+            values.set(flag, tuple(given), typed=False)
     return values
 
 
@@ -161,7 +161,7 @@ def _apply_block(values: Values, name: str, blocks: Mapping[str, Any]) -> None:
         )
         return
     for key, value in flatten(blocks[name]).items():
-        values.set(key, value if isinstance(value, tuple) else [value])
+        values.set(key, value)
 
 
 def _apply_file(values: Values, name: str) -> None:
@@ -184,7 +184,7 @@ def _apply_file(values: Values, name: str) -> None:
         if value is None:
             values.problems.append(f"{key}: expected a value, got none.")
         else:
-            values.set(key, value if isinstance(value, tuple) else [value], folder)
+            values.set(key, value, folder)
     found = values.problems[before:]
     values.problems[before:] = [f"--configs {name}: {problem}" for problem in found]
 
@@ -224,28 +224,26 @@ def make_args(config: elements.Config) -> elements.Config:
     return elements.Config({**config.run, **beside})
 
 
+def action_repeat(config: Mapping[str, Any]) -> int:
+    """Returns the frames of an agent step by a configuration with full keys."""
+    return int(config.get(f"env.{config['task'].partition('_')[0]}.repeat", 1))
+
+
 def read_config(filename: str | os.PathLike[str]) -> elements.Config:
     """Reads the `config.yaml` of a logdir.
 
     Raises:
-      ConfigError: the file is damaged.
-      OSError: the file cannot be read.
+      ConfigError: the file is damaged, or cannot be read.
     """
     try:
-        content = YAML(typ="safe").load(pathlib.Path(filename).read_text("utf-8"))
-        if not isinstance(content, dict) or not isinstance(content.get("task"), str):
-            raise ValueError("it has no task")
+        content = _read_file(pathlib.Path(filename))
+        if not isinstance(content.get("task"), str):
+            raise ValueError("it has no task.")
         return elements.Config(content)
-    except (
-        YAMLError,
-        UnicodeDecodeError,
-        ValueError,
-        TypeError,
-        AssertionError,
-    ) as error:
+    except (ValueError, TypeError, AssertionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"logdir: {filename} is not a configuration of this program ({reason}). "
+            f"logdir: {filename} is not a configuration of this program: {reason} "
             f"Restore or delete it, or choose another --logdir."
         ) from error
 
@@ -274,11 +272,10 @@ def run_config(logdir: str | os.PathLike[str]) -> elements.Config:
 
 def _apply_run(values: Values, path: pathlib.Path, without: Sequence[str] = ()) -> None:
     """Sets those keys of a `config.yaml` that this version still has."""
-    for key, value in flatten(dict(read_config(path))).items():
+    for key, value in read_config(path).flat.items():
         known = key in values.flat or key.startswith(OPEN_GROUPS)
         if known and key not in without:
-            given = value if isinstance(value, tuple) else [value]
-            values.set(key, given, folder=path.parent)
+            values.set(key, value, path.parent)
 
 
 def _existing_run(
@@ -352,7 +349,7 @@ class Values:
     def set(
         self,
         name: str,
-        values: Sequence[Any],
+        value: Any,
         folder: pathlib.Path | None = None,
         typed: bool = True,
     ) -> None:
@@ -361,11 +358,12 @@ class Values:
         Args:
           name: a key, a regular expression that matches keys as a whole, or the key
             of a list followed by `+` to add to that list.
-          values: one value, or several for a list, as text or of the key's type.
+          value: one value, or a tuple of several, as text or of the key's type.
           folder: of the run whose configuration has the value.
           typed: whether the values of a key without a default have their type; else
             they are text, which is converted.
         """
+        values = value if isinstance(value, tuple) else (value,)
         if name.startswith(OPEN_GROUPS) and name not in self._defaults:
             self._set_open(name, values, typed)
             return

@@ -1,7 +1,4 @@
-"""Makes agent, environments, replay, streams and logger of a program. Any process.
-
-Heavy modules are imported where they are used, so that help and errors appear at once.
-"""
+"""Makes agent, environments, replay, streams and logger of a program. Any process."""
 
 from __future__ import annotations
 
@@ -12,62 +9,57 @@ import importlib.util
 import logging
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import elements
 import numpy as np
 
-from dreamerv3.cli.config import ConfigError
+from dreamerv3.cli.config import ConfigError, action_repeat
 from dreamerv3.cli.schema import LARGEST_MAP, SMALLEST_MAP
 from embodied import logger as loggers
+from embodied import streams, wrappers
 from embodied.base import Agent, BatchEnv, Env, Spaces, Stream, TaskError
+from embodied.driver import env_errors
 from embodied.envs import registry
-
-if TYPE_CHECKING:
-    from embodied.replay import Replay
-    from embodied.replay.selectors import Selector
+from embodied.random_agent import RandomAgent
+from embodied.replay import Replay, selectors
 
 EXTRA_OUTPUTS = ("scope", "wandb")  # Each is a package and an extra of that name.
 UNLIMITED = 10**10  # Default of run.steps, for which no total is shown.
 FIRST_REPLICA = 2**20  # Above the index of any environment.
-MakeEnv = Callable[[elements.Config, int], Env]
+Factory = Callable[..., Any]
 
 USUAL_SIZE = 64  # Side of images that must be resized for the networks.
 
 
-def make_env(config: elements.Config, index: int, **overrides: Any) -> Env:
+def make_env(
+    config: elements.Config, index: int, own: Factory | None = None, **overrides: Any
+) -> Env:
     """Makes environment `index` of the task, wrapped so that any agent can use it.
 
     Args:
       config: the whole configuration.
       index: number of the environment within the run, which decides its seed.
+      own: the user's class or function that makes it, see
+        `embodied.envs.registry.adapt`. Default: that of the task, if it names one.
       **overrides: options of the suite that replace those in `config.env`; for your
         own environment, arguments, of which those it has no parameter for are dropped.
     """
-    own = registry.own_factory(config.task)
+    own = own or registry.own_factory(config.task)
     if own is not None:
         known = {key: x for key, x in overrides.items() if registry.takes(own, key)}
-        return make_own_env(functools.partial(own, **known), config, index)
-    suite = config.task.partition("_")[0]
-    options = {**config.env.get(suite, {}), **overrides}
-    env = registry.make(config.task, index=index, seed=_env_seed(config), **options)
-    return _wrapped(config, env)
-
-
-def make_own_env(
-    factory: Callable[..., Any], config: elements.Config, index: int
-) -> Env:
-    """Makes environment `index` with a class or function, wrapped like others.
-
-    Args:
-      factory: returns an Env, a Gymnasium or a dm_env environment; see
-        `embodied.envs.registry.adapt`.
-      config: the whole configuration.
-      index: number of the environment within the run, which decides its seed.
-    """
-    seed = registry.env_seed(_env_seed(config), index)
-    env = registry.adapt(config.task, factory, seed, config.env.gym)
-    return _wrapped(config, env)
+        seed = registry.env_seed(_env_seed(config), index)
+        factory = functools.partial(own, **known)
+        env = registry.adapt(config.task, factory, seed, config.env.gym)
+    else:
+        suite = config.task.partition("_")[0]
+        options = {**config.env.get(suite, {}), **overrides}
+        env = registry.make(config.task, index=index, seed=_env_seed(config), **options)
+    size = image_size(config, env.obs_space)
+    if size is not None:
+        env = wrappers.ResizeImage(env, size)
+    # The agent replaces values that are not finite, and reports them.
+    return wrappers.wrap(env, nonfinite="pass")
 
 
 def _env_seed(config: elements.Config) -> int:
@@ -85,10 +77,10 @@ def make_filmed_env(config: elements.Config, index: int) -> Env:
 
     Only the first environment is rendered.
     """
-    from embodied import wrappers
-
     suite = config.task.partition("_")[0]
-    drawn = {"render_mode": "rgb_array"} if suite == "gym" or ":" in config.task else {}
+    drawn: dict[str, Any] = {}
+    if suite == "gym" or ":" in config.task:
+        drawn = {"render_mode": "rgb_array"}
     try:
         env = make_env(config, index, **drawn)
     except TypeError:  # It takes no render_mode.
@@ -113,48 +105,32 @@ class EnvFactory:
 
     Attributes:
       config: the whole configuration.
-      make: makes a single environment.
+      own: see `make_env`.
     """
 
     config: elements.Config
-    make: MakeEnv = make_env
+    own: Factory | None = None
 
     def __call__(self, index: int) -> Env:
         """Makes environment `index`."""
-        return self.make(self.config, index)
+        return make_env(self.config, index, self.own)
 
     def make_batch(self, indices: Sequence[int]) -> BatchEnv | None:
         """Makes several that step together; returns None if the task cannot."""
-        from embodied import wrappers
-
-        config = self.config
-        own = registry.own_factory(config.task) if self.make is make_env else None
-        if isinstance(self.make, functools.partial) and self.make.func is make_own_env:
-            (own,) = self.make.args
+        config, seed = self.config, _env_seed(self.config)
+        own = self.own or registry.own_factory(config.task)
         if own is not None:
-            seed = _env_seed(config)
             seeds = [registry.env_seed(seed, index) for index in indices]
             envs = registry.adapt_batch(own, seeds, config.env.gym)
         else:
             options = config.env.get(config.task.partition("_")[0], {})
             envs = registry.make_batch(
-                config.task, indices=indices, seed=_env_seed(config), **options
+                config.task, indices=indices, seed=seed, **options
             )
         if envs is None:
             return None
-        return wrappers.FitBatch(
-            envs, image_size(config, envs.obs_space), nonfinite="pass"
-        )
-
-
-def _wrapped(config: elements.Config, env: Env) -> Env:
-    from embodied import wrappers
-
-    size = image_size(config, env.obs_space)
-    if size is not None:
-        env = wrappers.ResizeImage(env, size)
-    # The agent replaces values that are not finite, and reports them.
-    return wrappers.wrap(env, nonfinite="pass")
+        size = image_size(config, envs.obs_space)
+        return wrappers.FitBatch(envs, size, nonfinite="pass")
 
 
 def image_size(
@@ -164,7 +140,7 @@ def image_size(
 
     Returns None if there are no images, or if the networks can take all of them as they
     are. Also returns None for suites whose option `size` holds for all of their tasks,
-    because that option has already been checked.
+    and for images of the size of `env.gym`, because that option has been checked.
     """
     suite = config.task.partition("_")[0]
     images = [
@@ -181,14 +157,8 @@ def image_size(
     fits = all(
         side % factor == 0 and low <= side <= high for size in images for side in size
     )
-    if fits and len(set(images)) == 1:
+    if (fits and len(set(images)) == 1) or set(images) == {config.env.gym.size}:
         return None
-    asked = tuple(config.env.gym.size)
-    if any(asked) and set(images) == {asked}:
-        raise ConfigError(
-            f"env.gym.size: expected multiples of {factor} from {low} to {high}, which "
-            f"the networks can take, got {asked[0]} {asked[1]}."
-        )
     side = min(max(USUAL_SIZE // factor * factor, low), high)
     return side, side
 
@@ -207,8 +177,6 @@ def make_agent(
     """
     obs_space, act_space = spaces or make_spaces(config)
     if config.random_agent:
-        from embodied.random_agent import RandomAgent
-
         return RandomAgent(obs_space, act_space, config, seed=config.seed)
     from dreamerv3.agent import Agent as Dreamer
 
@@ -230,22 +198,20 @@ def make_acting_agent(
 
 
 def make_spaces(
-    config: elements.Config, make: MakeEnv = make_env
+    config: elements.Config, own: Factory | None = None
 ) -> tuple[Spaces, Spaces]:
     """Returns the observation and action spaces of an agent of the task.
 
     Args:
       config: the whole configuration.
-      make: makes an environment from the configuration and an index.
+      own: see `make_env`.
 
     Raises:
       TaskError: the task cannot be used.
       EnvError: the environment itself fails.
     """
-    from embodied.driver import env_errors
-
     with env_errors(0, TaskError):
-        env = make(config, 0)
+        env = make_env(config, 0, own)
     try:
         obs_space = {
             key: space
@@ -267,8 +233,6 @@ def make_replay(config: elements.Config, folder: str, mode: str = "train") -> Re
       mode: 'train', or 'eval' for a tenth of the capacity, and sequences of the length
         of reports.
     """
-    from embodied.replay import Replay
-
     training = mode == "train"
     steps = (
         config.consec_train * config.batch_length
@@ -304,8 +268,6 @@ def make_stream(config: elements.Config, replay: Replay, mode: str) -> Stream:
       replay: a replay whose sequences are long enough.
       mode: 'train', 'report' or 'eval'; decides the length of the sequences.
     """
-    from embodied import streams
-
     training = mode == "train"
     return streams.Consec(
         streams.Stateless(replay.sample, config.batch_size, mode),
@@ -332,55 +294,47 @@ def make_logger(config: elements.Config) -> loggers.Logger:
     logdir, settings = config.logdir, config.logger
     if config.replica:  # The curves of the run are those of replica 0.
         logdir = str(pathlib.Path(logdir, "replicas", f"{config.replica:05}"))
-    suite = config.task.partition("_")[0]
-    repeat = config.env.get(suite, {}).get("repeat", 1)
+    repeat = action_repeat(config.flat)
     pattern = ".*" if settings.timer else r"(?!timer/).*"
-
-    def wandb() -> loggers.Output:
-        return loggers.WandbOutput(
-            f"{config.task}/{config.method}/{config.seed}",
-            logdir,
-            config=dict(config),
-            fps=settings.fps,
-            group=config.method,
-            entity=settings.user or None,
-            pattern=pattern,
-        )
-
     step = elements.Counter()
     endless = config.run.steps >= UNLIMITED
-    makers: dict[str, list[Callable[[], loggers.Output]]] = {
-        "jsonl": [
-            functools.partial(loggers.JSONLOutput, logdir, "metrics.jsonl", pattern),
-            functools.partial(
-                loggers.JSONLOutput, logdir, "scores.jsonl", "episode/score"
-            ),
-        ],
-        "tensorboard": [
-            functools.partial(loggers.TensorBoardOutput, logdir, settings.fps, pattern)
-        ],
-        "terminal": [
-            functools.partial(
-                loggers.TerminalOutput,
-                settings.filter,
-                total_steps=None if endless else config.run.steps * repeat,
-                total_seconds=config.run.duration or None,
-                step=lambda: int(step) * repeat,
-            )
-        ],
-        "scope": [
-            functools.partial(loggers.ScopeOutput, logdir, settings.fps, pattern)
-        ],
-        "wandb": [wandb],
-    }
-    if "tensorboard" in settings.outputs and not loggers.TensorBoardOutput.available():
-        # Missing metrics are no reason to end a run.
-        logging.getLogger("embodied.logger").warning(
-            "No events for TensorBoard are written, since the package tensorboardX is "
-            "not installed. Run: pip install tensorboardX"
-        )
-        makers["tensorboard"] = []
-    outputs = [make() for name in settings.outputs for make in makers[name]]
+
+    outputs: list[loggers.Output] = []
+    for name in settings.outputs:
+        match name:
+            case "jsonl":
+                outputs += [
+                    loggers.JSONLOutput(logdir, "metrics.jsonl", pattern),
+                    loggers.JSONLOutput(logdir, "scores.jsonl", "episode/score"),
+                ]
+            case "tensorboard" if loggers.TensorBoardOutput.available():
+                outputs.append(loggers.TensorBoardOutput(logdir, settings.fps, pattern))
+            case "tensorboard":  # Missing metrics are no reason to end a run.
+                logging.getLogger("embodied.logger").warning(
+                    "No events for TensorBoard are written, since the package "
+                    "tensorboardX is not installed. Run: pip install tensorboardX"
+                )
+            case "terminal":
+                terminal = loggers.TerminalOutput(
+                    settings.filter,
+                    total_steps=None if endless else config.run.steps * repeat,
+                    total_seconds=config.run.duration or None,
+                    step=lambda: int(step) * repeat,
+                )
+                outputs.append(terminal)
+            case "scope":
+                outputs.append(loggers.ScopeOutput(logdir, settings.fps, pattern))
+            case "wandb":
+                wandb = loggers.WandbOutput(
+                    f"{config.task}/{config.method}/{config.seed}",
+                    logdir,
+                    config=dict(config),
+                    fps=settings.fps,
+                    group=config.method,
+                    entity=settings.user or None,
+                    pattern=pattern,
+                )
+                outputs.append(wandb)
     return loggers.Logger(step, outputs, multiplier=repeat)
 
 
@@ -396,11 +350,9 @@ def _as_config_errors() -> Iterator[None]:
         raise ConfigError(" ".join(str(error).split())) from error
 
 
-def _make_selector(config: elements.Config, capacity: int) -> Selector:
-    from embodied.replay import selectors
-
+def _make_selector(config: elements.Config, capacity: int) -> selectors.Selector:
     settings, seed = config.replay, config.seed
-    makers: dict[str, Callable[[], Selector]] = {
+    makers: dict[str, Callable[[], selectors.Selector]] = {
         "uniform": lambda: selectors.Uniform(seed),
         "priority": lambda: selectors.Prioritized(**settings.prio, seed=seed),
         "recency": lambda: selectors.Recency(

@@ -41,23 +41,23 @@ COMMON = (
     *("batch_size", "batch_length", "replay.size"),
     *("jax.platform", "logger.outputs", "agent.opt.lr"),
 )
+WIDTH = 88  # Of the lines, in characters.
 _COLUMN = 32  # Width of flags on the first page.
 
 
-def help_text(topics: Sequence[str] = (), width: int = 88) -> str:
+def help_text(topics: Sequence[str] = ()) -> str:
     """Returns the page of some groups or keys; by default the first page.
 
     Args:
       topics: such as `run`, `agent.opt` or `run.envs`; `all` for everything.
-      width: width of the lines, in characters.
 
     Raises:
       ConfigError: there is no such group or key.
     """
     if not topics:
-        return _first_page(width)
+        return _first_page()
     if ALL in topics:
-        return _page("", width)
+        return _page("")
     known = read_keys()
     for topic in topics:
         if topic not in known:
@@ -67,10 +67,10 @@ def help_text(topics: Sequence[str] = (), width: int = 88) -> str:
                 f"--help {topic}: expected a key, all, or one of the groups "
                 f"{', '.join(_groups())}.{hint}"
             )
-    return "\n".join(_page(topic, width) for topic in topics)
+    return "\n".join(_page(topic) for topic in topics)
 
 
-def _first_page(width: int) -> str:
+def _first_page() -> str:
     keys = read_keys()
     lines = [USAGE, EXAMPLES, "The flags that people use most, with their defaults"]
     for name in COMMON:
@@ -81,18 +81,18 @@ def _first_page(width: int) -> str:
         lines.append(
             textwrap.fill(
                 keys[name].explanation,
-                width,
+                WIDTH,
                 initial_indent=flag.ljust(_COLUMN),
                 subsequent_indent=" " * _COLUMN,
             )
         )
     count = sum(1 for key in keys.values() if key.default)
     more = f"--help GROUP or --help KEY explains more, --help all all {count} keys:"
-    lines += ["", f"{more}", _wrapped(", ".join(_groups()), 2, width), "", RULES]
-    return "\n".join([*lines, *_blocks(width), "", *_suites(width)]) + "\n"
+    lines += ["", f"{more}", _wrapped(", ".join(_groups()), 2), "", RULES]
+    return "\n".join([*lines, *_blocks(), "", *_suites()]) + "\n"
 
 
-def _page(topic: str, width: int) -> str:
+def _page(topic: str) -> str:
     """Returns the page of one group or key; an empty topic is for everything."""
     keys = read_keys().values()
     groups = [Key("", "", "General", None), *(key for key in keys if not key.default)]
@@ -111,10 +111,10 @@ def _page(topic: str, width: int) -> str:
         for key in inside:
             allowed = f" [{key.rule.allowed}]" if key.rule else ""
             lines.append(f"  --{key.name} {key.default}")
-            lines.append(_wrapped(f"{key.explanation}{allowed}", 6, width))
+            lines.append(_wrapped(f"{key.explanation}{allowed}", 6))
         lines.append("")
     if not topic:
-        lines += [*_blocks(width), "", *_suites(width), ""]
+        lines += [*_blocks(), "", *_suites(), ""]
     return "\n".join(lines)
 
 
@@ -124,18 +124,18 @@ def _groups() -> list[str]:
     return [key.name for key in keys if not key.default and "." not in key.name]
 
 
-def _blocks(width: int) -> list[str]:
+def _blocks() -> list[str]:
     text = CONFIGS.read_text(encoding="utf-8")
     names = [x for x in re.findall(r"^(\w+):", text, re.MULTILINE) if x != "defaults"]
-    return ["Blocks for --configs", _wrapped(", ".join(names), 2, width)]
+    return ["Blocks for --configs", _wrapped(", ".join(names), 2)]
 
 
-def _suites(width: int) -> Iterator[str]:
+def _suites() -> Iterator[str]:
     yield "Suites for --task SUITE_NAME; your own environment is package.module:Name"
     for suite in registry.SUITES.values():
-        yield _wrapped(f"{suite.name}: {suite.doc}", 2, width)
+        yield _wrapped(f"{suite.name}: {suite.doc}", 2)
 
 
-def _wrapped(text: str, indent: int, width: int) -> str:
+def _wrapped(text: str, indent: int) -> str:
     space = " " * indent
-    return textwrap.fill(text, width, initial_indent=space, subsequent_indent=space)
+    return textwrap.fill(text, WIDTH, initial_indent=space, subsequent_indent=space)

@@ -125,7 +125,7 @@ def host_settings(config: elements.Config) -> dict[str, Any]:
     defaults = flatten(read_blocks()["defaults"])
     return {
         key: value
-        for key, value in flatten(dict(config)).items()
+        for key, value in config.flat.items()
         if key.startswith(HOST_KEYS) and value != defaults.get(key)
     }
 

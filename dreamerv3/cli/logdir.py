@@ -20,6 +20,8 @@ import elements
 from dreamerv3.cli.config import FILENAME, ConfigError, read_config
 from dreamerv3.cli.schema import ENV_SCRIPTS, OWNING_SCRIPTS
 from dreamerv3.cli.task_origin import sign_task
+from embodied.checkpoint import CheckpointError, write_file
+from embodied.run.saving import config_yaml
 
 LOCK = ".lock"
 LOCK_SECONDS = 0.5  # Between two attempts to take it.
@@ -30,7 +32,7 @@ MASKS = {"user": 0o077, "group": 0o027, "umask": 0o000}
 _claimed: dict[pathlib.Path, int] = {}  # Descriptors of the locks of this process.
 
 
-class LogdirInUse(Exception):
+class LogdirInUse(ConfigError):
     """Another program writes to a logdir."""
 
 
@@ -43,7 +45,7 @@ def check_logdir(config: elements.Config) -> None:
       ConfigError: see `prepare_logdir`.
     """
     logdir = pathlib.Path(config.logdir)
-    with _as_config_errors(logdir):
+    with as_config_errors(logdir):
         _check_task(logdir, config)
         folder = next(path for path in (logdir, *logdir.parents) if path.exists())
         if not folder.is_dir():
@@ -52,8 +54,7 @@ def check_logdir(config: elements.Config) -> None:
             raise PermissionError(f"{folder} does not let this user write")
         owns = config.replica == 0 and config.script in OWNING_SCRIPTS
         if owns and (logdir / LOCK).exists() and logdir.resolve() not in _claimed:
-            with contextlib.suppress(NotImplementedError):
-                os.close(_lock(logdir))
+            os.close(_lock(logdir))
 
 
 def prepare_logdir(config: elements.Config) -> pathlib.Path:
@@ -69,12 +70,8 @@ def prepare_logdir(config: elements.Config) -> pathlib.Path:
       ConfigError: the logdir belongs to another task, is damaged, in use, or cannot be
         written.
     """
-    # Imported here, so that help and errors do not wait for their libraries.
-    from embodied.checkpoint import write_file
-    from embodied.run.saving import config_yaml
-
     logdir = pathlib.Path(config.logdir)
-    with _as_config_errors(logdir):
+    with as_config_errors(logdir):
         logdir.mkdir(parents=True, exist_ok=True)
         _check_task(logdir, config)
         if config.replica == 0 and config.script in OWNING_SCRIPTS:
@@ -97,14 +94,10 @@ def _check_task(logdir: pathlib.Path, config: elements.Config) -> None:
 
 
 @contextlib.contextmanager
-def _as_config_errors(logdir: pathlib.Path) -> Iterator[None]:
+def as_config_errors(logdir: pathlib.Path) -> Iterator[None]:
     """Turns errors of files into errors of the configuration."""
-    from embodied.checkpoint import CheckpointError
-
     try:
         yield
-    except LogdirInUse as error:
-        raise ConfigError(f"logdir: {error}") from error
     except (OSError, CheckpointError) as error:
         raise ConfigError(
             f"logdir: expected a folder that can be written, got {logdir} ({error}). "
@@ -136,10 +129,7 @@ def claim(logdir: pathlib.Path) -> None:
     logdir = logdir.resolve()
     if logdir in _claimed:
         return
-    try:
-        lock = _lock(logdir)
-    except NotImplementedError:  # A file system without locks.
-        return
+    lock = _lock(logdir)
     os.truncate(lock, 0)
     os.write(lock, f"process {os.getpid()} of {socket.gethostname()}".encode())
     _claimed[logdir] = lock
@@ -155,14 +145,15 @@ def wait_until_free(logdir: pathlib.Path, seconds: float) -> None:
         try:
             os.close(_lock(logdir))
             return
-        except NotImplementedError:
-            return
         except LogdirInUse:
             time.sleep(LOCK_SECONDS)  # The locks of others can only be polled.
 
 
 def _lock(logdir: pathlib.Path) -> int:
-    """Returns the descriptor of the locked file; closing it ends the lock."""
+    """Returns the descriptor of the locked file; closing it ends the lock.
+
+    It is not locked on a file system that has no locks.
+    """
     lock = os.open(logdir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,12 +161,11 @@ def _lock(logdir: pathlib.Path) -> int:
         holder = os.read(lock, 200).decode(errors="replace") or "another program"
         os.close(lock)
         raise LogdirInUse(
-            f"{logdir} is in use by {holder}. Wait until it has ended, or choose "
-            "another --logdir."
+            f"logdir: {logdir} is in use by {holder}. Wait until it has ended, or "
+            "choose another --logdir."
         ) from None
-    except OSError as error:
-        os.close(lock)
-        raise NotImplementedError("The file system has no locks.") from error
+    except OSError:
+        pass  # A file system without locks.
     return lock
 
 
@@ -196,9 +186,6 @@ def preserve_config(logdir: str) -> Iterator[None]:
             os.close(_claimed.popitem()[1])
         same = _read(manifest) == saved
         if before and saved and same and _read(config) != before:
-            # Imported here, so that help and errors do not wait for its libraries.
-            from embodied.checkpoint import write_file
-
             write_file(config.parent, FILENAME, before)
 
 

@@ -139,31 +139,23 @@ def parse_rule(text: str) -> Rule:
 
 def _number_rule(text: str) -> Rule:
     """Makes a rule such as `>= 0, < 1`, which holds for each number of a list."""
-    tests: list[Callable[[Any], bool]] = []
+    tests: list[tuple[Callable[[Any, Any], bool], float]] = []
     words = []
     for term in text.split(", "):
         sign, _, bound = term.partition(" ")
-        if term == "odd":
-            tests.append(lambda value: value % 2 == 1)
-            words.append("odd")
-        elif sign in _COMPARISONS and bound:
-            word, compare = _COMPARISONS[sign]
-            limit = float(bound)
-            tests.append(_compared(compare, limit))
-            words.append(f"{word} {limit:g}")
-        else:
+        if sign not in _COMPARISONS or bool(bound) == (sign == "odd"):
             raise ValueError(f"configs.yaml: expected allowed values, got [{text}].")
+        word, compare = _COMPARISONS[sign]
+        limit = float(bound or 1)
+        tests.append((compare, limit))
+        words.append(f"{word} {limit:g}" if bound else word)
 
     def accepts(value: Any) -> bool:
         values = value if isinstance(value, tuple) else (value,)
-        return all(test(item) for test in tests for item in values)
+        return all(compare(x, limit) for compare, limit in tests for x in values)
 
     allowed = re.sub("^at least (.*) and up to", r"from \1 to", " and ".join(words))
     return Rule(allowed, accepts)
-
-
-def _compared(compare: Callable[[Any, Any], bool], limit: float) -> Callable:
-    return lambda value: compare(value, limit)
 
 
 _COMPARISONS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
@@ -171,6 +163,7 @@ _COMPARISONS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     ">": ("more than", operator.gt),
     "<=": ("up to", operator.le),
     "<": ("below", operator.lt),
+    "odd": ("odd", lambda value, _: value % 2 == 1),
 }
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import elements
 
-from dreamerv3.cli import texts
+from dreamerv3 import plot
+from dreamerv3.cli import check, host_command, texts
 from dreamerv3.cli.config import FILENAME, ConfigError, make_args
 from dreamerv3.cli.factories import (
     EnvFactory,
-    MakeEnv,
+    Factory,
     check_outputs,
     make_acting_agent,
     make_agent,
@@ -32,27 +33,22 @@ from dreamerv3.cli.factories import (
     make_stream,
 )
 from dreamerv3.cli.logdir import check_logdir, prepare_logdir
+from dreamerv3.policies.reference import import_checkpoint
 from dreamerv3.view.background_view import background_view, check_view
+from embodied import run
 from embodied.base import Agent, Env, TaskError
 from embodied.checkpoint import CheckpointError
 from embodied.clock import LocalClock
 from embodied.episodes import Episodes
 from embodied.logger import Logger
 from embodied.replay import ReplayMemoryError
-from embodied.run import TrainResult, eval_only, train, train_eval
 from embodied.run.collecting import Collector
 from embodied.run.console import STOPPING, stop_on_signals
+from embodied.run.metrics import Meter
 from embodied.run.training_run import Limit
 
 # Errors of roles whose message the command line shows without a traceback.
 SHOWN = (ConfigError, CheckpointError, ReplayMemoryError, TaskError)
-
-# Addresses at which roles that are commands of their own listen.
-SERVED_ADDRESSES = {
-    "parallel_agent": "actor_addr",
-    "parallel_replay": "replay_addr",
-    "parallel_logger": "logger_addr",
-}
 
 Script = Callable[..., None]  # Takes the configuration.
 Make = Callable[..., Any]
@@ -69,290 +65,6 @@ class RunError(RuntimeError):
     def __init__(self, text: str, code: int = 1):
         super().__init__(text)
         self.code = code
-
-
-def run_rollout(config: elements.Config) -> None:
-    """Steps the task's environments, and prints a summary and the files written."""
-    with stop_on_signals(STOPPING) as stop:
-        agent = _begin(config, "Stepping", "stops")
-        with make_logger(config) as logger:
-            make = functools.partial(make_env, config)
-            result = rollout(agent, make, logger, make_args(config), stop)
-    print(texts.summary(config, result))
-
-
-def run_train(config: elements.Config, make: MakeEnv = make_env) -> None:
-    """Trains in this process, and prints a summary and the files written."""
-    agent = _begin(config, "Training in", "saves and stops", env=make)
-    replay, _, env, _, stream, logger = _factories(config, make)
-    args = make_args(config)
-    with background_view(config):
-        result = train(lambda: agent, replay, env, stream, logger, args)
-    print(texts.summary(config, result))
-
-
-def run_train_eval(config: elements.Config, make: MakeEnv = make_env) -> None:
-    """Trains and evaluates in this process, and prints a summary."""
-    if not config.run.eval_envs:
-        raise ConfigError(
-            "run.eval_envs: expected at least 1 for --script train_eval, got 0. "
-            "Without evaluation, use --script train."
-        )
-    agent = _begin(config, "Training in", "saves and stops", env=make)
-    factories = _factories(config, make)
-    with background_view(config):
-        result = train_eval(lambda: agent, *factories, make_args(config))
-    print(texts.summary(config, result))
-
-
-def run_eval_only(config: elements.Config) -> None:
-    """Evaluates the agent of a checkpoint, and prints its score."""
-    source = config.run.from_checkpoint or config.logdir
-    envs = min(config.run.envs, config.run.eval_eps)
-    config = config.update({"run.from_checkpoint": source, "run.envs": envs})
-    agent = _begin(config, "Evaluating in", "stops", make_acting_agent)
-    _, _, _, env, _, logger = _factories(config, make_filmed_env)
-    eval_only(lambda: agent, env, logger, make_args(config))
-
-
-def run_import_checkpoint(config: elements.Config) -> None:
-    """Converts a checkpoint of the reference implementation, and prints a report."""
-    from dreamerv3.policies.reference import import_checkpoint
-
-    print(import_checkpoint(config))
-
-
-def run_check(config: elements.Config) -> None:
-    """Checks an environment by stepping it, and reports what would stop training."""
-    from dreamerv3.cli import check
-
-    check.run_check(config)
-
-
-def run_plot(config: elements.Config) -> None:
-    """Draws the learning curves of runs, and prints the path of the picture."""
-    from dreamerv3 import plot
-
-    given = [run for run in config.plot.runs if run != "none"]
-    folder = "" if given else config.logdir
-    out = config.plot.out or pathlib.Path(folder, "scores.png")
-    try:
-        path = plot.render(given or [config.logdir], out, metric=config.plot.metric)
-    except plot.PlotError as error:
-        raise ConfigError(f"plot: {error}") from error
-    print(f"Written: {path}")
-
-
-def run_host_command(config: elements.Config) -> None:
-    """Prints the command that starts environments of a run on another host."""
-    from dreamerv3.cli import host_command
-
-    host_command.run_host_command(config)
-
-
-def run_parallel(
-    config: elements.Config,
-    make: MakeEnv = make_env,
-    host: Mapping[str, Any] | None = None,
-) -> None:
-    """Trains with all roles, on this machine unless some run elsewhere.
-
-    Args:
-      config: configuration of the run, which is stored in the logdir.
-      make: makes environments.
-      host: keys of the `run` block that apply to this start alone, such as addresses.
-    """
-    from embodied.run import parallel
-
-    check_logdir(config)
-    check_outputs(config)
-    # Before the logdir is claimed, so that an unusable task does not claim it.
-    spaces = make_spaces(config, make)
-    prepare_logdir(config)
-    begin = time.monotonic()
-    _announce(config, "Training in", "saves and stops")
-    with background_view(config):
-        parallel.combined(
-            functools.partial(make_agent, config, spaces),
-            *_factories(config, make),
-            make_args(config).update(host or {}),
-        )
-    print(texts.parallel_summary(config, time.monotonic() - begin))
-
-
-def run_agent(config: elements.Config) -> None:
-    """Runs actor and learner; the other roles run elsewhere."""
-    from embodied.run import parallel
-
-    spaces = make_spaces(config)
-    prepare_logdir(config)
-    make = functools.partial(make_agent, config, spaces)
-    with background_view(config):
-        parallel.parallel_agent(make, make_args(config))
-
-
-def run_replay(config: elements.Config) -> None:
-    """Runs the replay."""
-    from embodied.run import parallel
-
-    replay, replay_eval, _, _, stream, _ = _factories(config)
-    parallel.parallel_replay(replay, replay_eval, stream, make_args(config))
-
-
-def run_logger(config: elements.Config) -> None:
-    """Runs the logger."""
-    from embodied.run import parallel
-
-    parallel.parallel_logger(functools.partial(make_logger, config), make_args(config))
-
-
-def run_view(config: elements.Config) -> None:
-    """Shows runs in the browser, until Ctrl-C."""
-    further = [folder for folder in config.view.folders if folder != "none"]
-    folders = [config.logdir, *further]
-    for folder in folders:
-        if not pathlib.Path(folder).is_dir():
-            raise ConfigError(
-                f"logdir: expected a run, or a folder of runs, got {folder}, which "
-                "is no folder."
-            )
-    check_view()
-    from dreamerv3.view.web_server import serve
-
-    settings = config.view
-    try:
-        serve(folders, settings.host, settings.port, settings.sessions)
-    except OSError as error:
-        raise ConfigError(
-            f"view.host, view.port: expected an address to listen at, got "
-            f"{settings.host} and {settings.port} ({error})."
-        ) from error
-
-
-def run_env(config: elements.Config) -> None:
-    """Runs the environment whose id is the replica's number."""
-    from embodied.run import parallel
-
-    make = EnvFactory(config)
-    is_eval = config.replica >= config.run.envs
-    parallel.parallel_env(make, config.replica, make_args(config), is_eval)
-
-
-def run_envs(config: elements.Config) -> None:
-    """Runs all environments of this host."""
-    from embodied.run import parallel
-
-    make = EnvFactory(config)
-    parallel.parallel_envs(make, make, make_args(config))
-
-
-def rollout(
-    agent: Agent,
-    make_env: Callable[[int], Env],
-    logger: Logger,
-    args: Any,
-    stop: threading.Event,
-) -> TrainResult:
-    """Steps `args.envs` environments until `args.steps`, `args.duration` or `stop`.
-
-    Args:
-      agent: agent whose policy acts, in train mode.
-      make_env: makes the environment of an index; with `args.debug` in this process,
-        else in a process for each.
-      logger: gets every episode, and statistics every `args.log_every` seconds.
-      args: the `run` block of the configuration.
-      stop: ends the rollout after the current step once it is set.
-    """
-    episodes = Episodes(args.episode_timeout)
-    should_log = LocalClock(args.log_every)
-
-    def log(collector: Collector, since: tuple[float, int]) -> tuple[float, int]:
-        """Writes statistics since a time and step, and returns the present ones."""
-        now = time.monotonic()
-        logger.add(episodes.result())
-        if now > since[0]:
-            logger.add({"fps/env": (collector.steps - since[1]) / (now - since[0])})
-        logger.write()
-        return now, collector.steps
-
-    replay: Any = _NoReplay()
-    with Collector(agent, make_env, replay, logger, episodes, args) as collector:
-        limit = Limit(lambda: collector.steps, args.steps, args.duration, stop)
-        logged = (time.monotonic(), 0)
-        while not limit.reached():
-            collector.collect()
-            if should_log():
-                logged = log(collector, logged)
-        seconds = limit.seconds
-        log(collector, logged)
-    scores, steps = collector.scores, collector.steps
-    mean = sum(scores) / len(scores) if scores else None
-    return TrainResult(steps, steps, 0, seconds, collector.episodes, mean)
-
-
-class _NoReplay:
-    """Replay that discards all steps."""
-
-    def add(self, step: Any, worker: int = 0) -> None:
-        """Discards the step."""
-
-
-def _factories(
-    config: elements.Config, make: MakeEnv = make_env
-) -> tuple[Make, Make, Make, Make, Make, Make]:
-    """Returns the factories that `combined` takes after the agent's, in that order."""
-    return (
-        functools.partial(make_replay, config, "replay"),
-        functools.partial(make_replay, config, "replay_eval", "eval"),
-        EnvFactory(config, make),
-        EnvFactory(config, make),
-        functools.partial(make_stream, config),
-        functools.partial(make_logger, config),
-    )
-
-
-def _begin(
-    config: elements.Config,
-    doing: str,
-    interrupt: str,
-    make: Make = make_agent,
-    env: MakeEnv = make_env,
-) -> Agent:
-    """Makes the agent, prepares the logdir and prints what is being done.
-
-    Args:
-      config: configuration of the program.
-      doing: first words of the line that is printed.
-      interrupt: what Ctrl-C does, for the same line.
-      make: makes the agent from the configuration and spaces.
-      env: makes the environments that have these spaces.
-    """
-    if config.replicas > 1:
-        raise ConfigError(
-            f"replicas: expected 1 for --script {config.script}, which runs on one "
-            f"host, got {config.replicas}. For several, use --script parallel."
-        )
-    # An evaluation in the logdir of a run does not replace the run's configuration.
-    found = pathlib.Path(config.logdir, FILENAME).exists()
-    writes = not (found and config.script == "eval_only")
-    # Quick checks come first, and making the weights comes last.
-    if writes:
-        check_logdir(config)
-    check_outputs(config)
-    agent = make(config, make_spaces(config, env))
-    # Only now, so that an agent that cannot be made does not claim the logdir.
-    if writes:
-        prepare_logdir(config)
-    _announce(config, doing, interrupt)
-    return agent
-
-
-def _announce(config: elements.Config, doing: str, interrupt: str) -> None:
-    print(
-        f"{doing} {config.run.envs} environments of {config.task} "
-        f"(Ctrl-C {interrupt}) ...",
-        flush=True,
-    )
 
 
 @contextlib.contextmanager
@@ -391,24 +103,272 @@ def _as_run_errors() -> Iterator[None]:
         raise RunError(str(error), EXIT_START_AGAIN) from error
 
 
-def _with_clear_errors(script: Script) -> Script:
-    @functools.wraps(script)
-    def run(config: elements.Config, *more: Any, **named: Any) -> None:
-        with _as_run_errors():
-            _check_address(config)
-            script(config, *more, **named)
+def run_rollout(config: elements.Config) -> None:
+    """Steps the task's environments, and prints a summary and the files written."""
+    with stop_on_signals(STOPPING) as stop:
+        agent = _begin(config, "Stepping", "stops")
+        with make_logger(config) as logger:
+            make = functools.partial(make_env, config)
+            result = rollout(agent, make, logger, make_args(config), stop)
+    print(texts.summary(config, result))
 
-    return run
+
+def run_train(config: elements.Config, own: Factory | None = None) -> None:
+    """Trains in this process, and prints a summary and the files written."""
+    agent = _begin(config, "Training in", "saves and stops", own=own)
+    replay, _, env, _, stream, logger = _factories(config, own)
+    args = make_args(config)
+    with background_view(config):
+        result = run.train(lambda: agent, replay, env, stream, logger, args)
+    print(texts.summary(config, result))
 
 
-def _check_address(config: elements.Config) -> None:
+def run_train_eval(config: elements.Config, own: Factory | None = None) -> None:
+    """Trains and evaluates in this process, and prints a summary."""
+    if not config.run.eval_envs:
+        raise ConfigError(
+            "run.eval_envs: expected at least 1 for --script train_eval, got 0. "
+            "Without evaluation, use --script train."
+        )
+    agent = _begin(config, "Training in", "saves and stops", own=own)
+    factories = _factories(config, own)
+    with background_view(config):
+        result = run.train_eval(lambda: agent, *factories, make_args(config))
+    print(texts.summary(config, result))
+
+
+def run_eval_only(config: elements.Config) -> None:
+    """Evaluates the agent of a checkpoint, and prints its score."""
+    source = config.run.from_checkpoint or config.logdir
+    envs = min(config.run.envs, config.run.eval_eps)
+    config = config.update({"run.from_checkpoint": source, "run.envs": envs})
+    agent = _begin(config, "Evaluating in", "stops", make_acting_agent)
+    env = functools.partial(make_filmed_env, config)
+    logger = functools.partial(make_logger, config)
+    run.eval_only(lambda: agent, env, logger, make_args(config))
+
+
+def run_import_checkpoint(config: elements.Config) -> None:
+    """Converts a checkpoint of the reference implementation, and prints a report."""
+    print(import_checkpoint(config))
+
+
+def run_plot(config: elements.Config) -> None:
+    """Draws the learning curves of runs, and prints the path of the picture."""
+    given = [run for run in config.plot.runs if run != "none"]
+    folder = "" if given else config.logdir
+    out = config.plot.out or pathlib.Path(folder, "scores.png")
+    try:
+        path = plot.render(given or [config.logdir], out, metric=config.plot.metric)
+    except plot.PlotError as error:
+        raise ConfigError(f"plot: {error}") from error
+    print(f"Written: {path}")
+
+
+@_as_run_errors()
+def run_parallel(
+    config: elements.Config,
+    own: Factory | None = None,
+    host: Mapping[str, Any] | None = None,
+) -> None:
+    """Trains with all roles, on this machine unless some run elsewhere.
+
+    Args:
+      config: configuration of the run, which is stored in the logdir.
+      own: the user's class or function that makes environments.
+      host: keys of the `run` block that apply to this start alone, such as addresses.
+    """
+    check_logdir(config)
+    check_outputs(config)
+    # Before the logdir is claimed, so that an unusable task does not claim it.
+    spaces = make_spaces(config, own)
+    prepare_logdir(config)
+    begin = time.monotonic()
+    _announce(config, "Training in", "saves and stops")
+    with background_view(config):
+        run.parallel.combined(
+            functools.partial(make_agent, config, spaces),
+            *_factories(config, own),
+            make_args(config).update(host or {}),
+        )
+    print(texts.parallel_summary(config, time.monotonic() - begin))
+
+
+@_as_run_errors()
+def run_agent(config: elements.Config) -> None:
+    """Runs actor and learner; the other roles run elsewhere."""
+    _check_address(config, "actor_addr")
+    spaces = make_spaces(config)
+    prepare_logdir(config)
+    make = functools.partial(make_agent, config, spaces)
+    with background_view(config):
+        run.parallel.parallel_agent(make, make_args(config))
+
+
+@_as_run_errors()
+def run_replay(config: elements.Config) -> None:
+    """Runs the replay."""
+    _check_address(config, "replay_addr")
+    replay, replay_eval, _, _, stream, _ = _factories(config)
+    run.parallel.parallel_replay(replay, replay_eval, stream, make_args(config))
+
+
+@_as_run_errors()
+def run_logger(config: elements.Config) -> None:
+    """Runs the logger."""
+    _check_address(config, "logger_addr")
+    run.parallel.parallel_logger(
+        functools.partial(make_logger, config), make_args(config)
+    )
+
+
+def run_view(config: elements.Config) -> None:
+    """Shows runs in the browser, until Ctrl-C."""
+    further = [folder for folder in config.view.folders if folder != "none"]
+    folders = [config.logdir, *further]
+    for folder in folders:
+        if not pathlib.Path(folder).is_dir():
+            raise ConfigError(
+                f"logdir: expected a run, or a folder of runs, got {folder}, which "
+                "is no folder."
+            )
+    check_view()
+    from dreamerv3.view.web_server import serve
+
+    settings = config.view
+    try:
+        serve(folders, settings.host, settings.port, settings.sessions)
+    except OSError as error:
+        raise ConfigError(
+            f"view.host, view.port: expected an address to listen at, got "
+            f"{settings.host} and {settings.port} ({error})."
+        ) from error
+
+
+@_as_run_errors()
+def run_env(config: elements.Config) -> None:
+    """Runs the environment whose id is the replica's number."""
+    make = EnvFactory(config)
+    is_eval = config.replica >= config.run.envs
+    run.parallel.parallel_env(make, config.replica, make_args(config), is_eval)
+
+
+@_as_run_errors()
+def run_envs(config: elements.Config) -> None:
+    """Runs all environments of this host."""
+    make = EnvFactory(config)
+    run.parallel.parallel_envs(make, make, make_args(config))
+
+
+def rollout(
+    agent: Agent,
+    make_env: Callable[[int], Env],
+    logger: Logger,
+    args: Any,
+    stop: threading.Event,
+) -> run.TrainResult:
+    """Steps `args.envs` environments until `args.steps`, `args.duration` or `stop`.
+
+    Args:
+      agent: agent whose policy acts, in train mode.
+      make_env: makes the environment of an index; with `args.debug` in this process,
+        else in a process for each.
+      logger: gets every episode, and statistics every `args.log_every` seconds.
+      args: the `run` block of the configuration.
+      stop: ends the rollout after the current step once it is set.
+    """
+    episodes, meter = Episodes(args.episode_timeout), Meter()
+    should_log = LocalClock(args.log_every)
+
+    def log() -> None:
+        logger.add(episodes.result())
+        logger.add(meter.result())
+        logger.write()
+
+    replay: Any = _NoReplay()
+    with Collector(agent, make_env, replay, logger, episodes, args) as collector:
+        limit = Limit(lambda: collector.steps, args.steps, args.duration, stop)
+        while not limit.reached():
+            meter.count("env", collector.collect())
+            if should_log():
+                log()
+        seconds = limit.seconds
+        log()
+    scores, steps = collector.scores, collector.steps
+    mean = sum(scores) / len(scores) if scores else None
+    return run.TrainResult(steps, steps, 0, seconds, collector.episodes, mean)
+
+
+class _NoReplay:
+    """Replay that discards all steps."""
+
+    def add(self, step: Any, worker: int = 0) -> None:
+        """Discards the step."""
+
+
+def _factories(
+    config: elements.Config, own: Factory | None = None
+) -> tuple[Make, Make, Make, Make, Make, Make]:
+    """Returns the factories that `combined` takes after the agent's, in that order."""
+    return (
+        functools.partial(make_replay, config, "replay"),
+        functools.partial(make_replay, config, "replay_eval", "eval"),
+        EnvFactory(config, own),
+        EnvFactory(config, own),
+        functools.partial(make_stream, config),
+        functools.partial(make_logger, config),
+    )
+
+
+def _begin(
+    config: elements.Config,
+    doing: str,
+    interrupt: str,
+    make: Make = make_agent,
+    own: Factory | None = None,
+) -> Agent:
+    """Makes the agent, prepares the logdir and prints what is being done.
+
+    Args:
+      config: configuration of the program.
+      doing: first words of the line that is printed.
+      interrupt: what Ctrl-C does, for the same line.
+      make: makes the agent from the configuration and spaces.
+      own: the user's class or function that makes environments.
+    """
+    if config.replicas > 1:
+        raise ConfigError(
+            f"replicas: expected 1 for --script {config.script}, which runs on one "
+            f"host, got {config.replicas}. For several, use --script parallel."
+        )
+    # An evaluation in the logdir of a run does not replace the run's configuration.
+    found = pathlib.Path(config.logdir, FILENAME).exists()
+    writes = not (found and config.script == "eval_only")
+    # Quick checks come first, and making the weights comes last.
+    if writes:
+        check_logdir(config)
+    check_outputs(config)
+    agent = make(config, make_spaces(config, own))
+    # Only now, so that an agent that cannot be made does not claim the logdir.
+    if writes:
+        prepare_logdir(config)
+    _announce(config, doing, interrupt)
+    return agent
+
+
+def _announce(config: elements.Config, doing: str, interrupt: str) -> None:
+    print(
+        f"{doing} {config.run.envs} environments of {config.task} "
+        f"(Ctrl-C {interrupt}) ...",
+        flush=True,
+    )
+
+
+def _check_address(config: elements.Config, key: str) -> None:
     """Raises an error if a role started on its own cannot listen at its address."""
-    from embodied.run.parallel import wiring
-
-    if config.script in SERVED_ADDRESSES:
-        args, key = make_args(config), SERVED_ADDRESSES[config.script]
-        wiring.check_addresses(args, key)
-        wiring.check_servers(args, key)
+    args = make_args(config)
+    run.parallel.wiring.check_addresses(args, key)
+    run.parallel.wiring.check_servers(args, key)
 
 
 SCRIPTS: dict[str, Script] = {
@@ -417,14 +377,14 @@ SCRIPTS: dict[str, Script] = {
     "eval_only": run_eval_only,
     "import_checkpoint": run_import_checkpoint,
     "plot": run_plot,
-    "check": run_check,
+    "check": check.run_check,
     "rollout": run_rollout,
     "view": run_view,
-    "host_command": _with_clear_errors(run_host_command),
-    "parallel": _with_clear_errors(run_parallel),
-    "parallel_agent": _with_clear_errors(run_agent),
-    "parallel_replay": _with_clear_errors(run_replay),
-    "parallel_logger": _with_clear_errors(run_logger),
-    "parallel_env": _with_clear_errors(run_env),
-    "parallel_envs": _with_clear_errors(run_envs),
+    "host_command": _as_run_errors()(host_command.run_host_command),
+    "parallel": run_parallel,
+    "parallel_agent": run_agent,
+    "parallel_replay": run_replay,
+    "parallel_logger": run_logger,
+    "parallel_env": run_env,
+    "parallel_envs": run_envs,
 }

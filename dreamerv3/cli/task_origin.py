@@ -13,6 +13,8 @@ import hmac
 import os
 import pathlib
 
+from embodied.checkpoint import write_file
+
 PROOF = ".started"  # In the logdir.
 _PURPOSE = b"this user has started a run of the task "
 
@@ -35,9 +37,6 @@ def sign_task(logdir: pathlib.Path, task: str) -> None:
     """
     if not names_code(task):
         return
-    # Imported here, so that help and errors do not wait for its libraries.
-    from embodied.checkpoint import write_file
-
     if proof := _proof(task):
         write_file(logdir, PROOF, proof)
 

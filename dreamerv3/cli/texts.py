@@ -19,6 +19,8 @@ import elements
 import dreamerv3
 import embodied
 from dreamerv3.cli.logdir import MANIFEST
+from dreamerv3.suite.curves import SCORE, PlotError, read_metric
+from embodied.checkpoint import Checkpoint
 from embodied.driver import EnvError
 from embodied.envs.registry import PACKAGE
 from embodied.run import TrainResult
@@ -67,9 +69,6 @@ def summary(config: elements.Config, result: TrainResult) -> str:
 
 def parallel_summary(config: elements.Config, seconds: float) -> str:
     """Returns a summary of a parallel run, and of the files in its logdir."""
-    from dreamerv3.suite.curves import SCORE, PlotError, read_metric
-    from embodied.checkpoint import Checkpoint
-
     line = f"Done in {seconds:.0f} s"
     saved = Checkpoint(config.logdir).last()
     if saved is not None:

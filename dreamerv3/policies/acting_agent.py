@@ -14,7 +14,7 @@ from embodied.base import Agent, Array, Spaces, Tree
 from embodied.jax import devices
 from embodied.jax.param_names import (
     choose_arrays,
-    flat_name,
+    flat_params,
     name_matches,
     with_flat_params,
 )
@@ -74,8 +74,7 @@ class ActingAgent(Agent):
             given["policy_devices"], given["policy_mesh"]
         )
         params = jax.eval_shape(self._init, jax.random.key(seed))
-        paths, _ = jax.tree_util.tree_flatten_with_path(params)
-        self._leaves = {flat_name(path): leaf for path, leaf in paths}
+        self._shapes, self._leaves = params, flat_params(params)
         self._shardings = jax.tree.leaves(self._layout.weights(params))
         self._parameters = Parameters(lambda leaves: leaves, wait=True)
         # The seeds of the full agent, for the same actions.
@@ -114,9 +113,7 @@ class ActingAgent(Agent):
 
         Errors are those of `load`.
         """
-        shapes = jax.eval_shape(self._init, jax.random.key(self._seed))
-        empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        return with_flat_params(empty, self.weights(data))
+        return with_flat_params(self._shapes, self.weights(data))
 
     def weights(self, data: Tree, regex: str | None = None) -> dict[str, Array]:
         """Returns the weights that acting needs, in the dtypes that it uses.

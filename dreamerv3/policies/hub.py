@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from dreamerv3.cli.config import FILENAME
+from dreamerv3.policies.spaces import spaces_from_tree
 from embodied.base import Tree
 from embodied.checkpoint import CheckpointError
 from embodied.run.eval_only import FOLDER as EVAL
@@ -139,7 +140,8 @@ def read_hub(path: str | os.PathLike[str]) -> SavedAgent:
     try:
         content = json.loads((folder / CONFIG).read_text("utf-8"))
         params = load_file(folder / WEIGHTS)
-        spaces = _from_json(content["spaces"])
+        spaces = content["spaces"]
+        spaces_from_tree(spaces)  # Raises an error if they are damaged.
         step = int(content["step"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(
@@ -213,18 +215,3 @@ def to_json(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return [to_json(value) for value in tree]
     return str(tree) if tree in (np.inf, -np.inf) else tree
-
-
-def _from_json(tree: Any) -> Any:
-    """Inverse of `to_json` for the descriptions of spaces."""
-    return {
-        part: {key: _space_from_json(space) for key, space in spaces.items()}
-        for part, spaces in tree.items()
-    }
-
-
-def _space_from_json(space: dict[str, Any]) -> dict[str, Any]:
-    floats = np.dtype(space["dtype"]).kind == "f"
-    dtype = np.float64 if floats else None  # Also converts texts such as inf.
-    bounds = {name: np.asarray(space[name], dtype) for name in ("low", "high")}
-    return {**space, **bounds, "shape": tuple(space["shape"])}

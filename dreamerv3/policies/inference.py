@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import elements
 import numpy as np
 
 from dreamerv3.cli.config import ConfigError, run_config
+from dreamerv3.cli.factories import make_spaces
 from dreamerv3.cli.task_origin import find_task_problem
 from dreamerv3.policies.hub import is_hub, read_hub
 from dreamerv3.policies.spaces import spaces_from_tree
 from embodied import wrappers
-from embodied.base import Agent, Array, Env, Spaces, Tree
+from embodied.base import Agent, Array, Spaces, Tree
 from embodied.checkpoint import CheckpointError
 from embodied.envs.keys import SIGNALS
+from embodied.random_agent import RandomAgent
 from embodied.run.saving import SavedAgent, read_agent
 from embodied.space import Space
 from embodied.wrappers.batch_wrappers import ActionSpaces
@@ -251,15 +253,13 @@ def agent_spaces(
     """
     found: Tree = saved.data.get("spaces")
     if found is not None:
-        return spaces_from_tree(found["obs"]), spaces_from_tree(found["act"])
+        return spaces_from_tree(found)
     if known is not None:
         return known
     if task is not None:
         config = config.update(task=task)
     elif problem := find_task_problem(saved.logdir, config.task, "task={task!r}"):
         raise ConfigError(problem)
-    from dreamerv3.cli.factories import make_spaces
-
     return make_spaces(config)
 
 
@@ -284,8 +284,6 @@ def _make_agent(
     seed: int,
 ) -> Agent:
     if config.random_agent:
-        from embodied.random_agent import RandomAgent
-
         return RandomAgent(obs_space, act_space, seed=seed)
     # Imported here, because random agents do not need JAX.
     from dreamerv3.policies.acting_agent import ActingAgent, on_one_device
@@ -305,122 +303,88 @@ class ActionConverter:
       outer: action spaces of the environment without wrappers. Those of discrete
         actions may be left out.
 
+    Attributes:
+      spaces: spaces of the converted actions, by key.
+
     Raises:
       ValueError: a continuous action has no space, or a space does not fit.
     """
 
     def __init__(self, inner: Spaces, outer: Mapping[str, Any]):
-        _check_spaces(inner, outer)
-        self._keys = [key for key, space in inner.items() if not space.discrete]
-        missing = [key for key in self._keys if key not in outer]
+        if not isinstance(outer, Mapping):
+            example = f"{{{next(iter(inner))!r}: env.action_space}}"
+            raise ValueError(
+                f"act_space expected a dict of spaces by key, such as {example}, got "
+                f"{outer!r}."
+            )
+        unknown = [key for key in outer if key not in inner and key != "reset"]
+        if unknown:
+            raise ValueError(
+                f"act_space expected keys of the agent's actions, {', '.join(inner)}, "
+                f"got {', '.join(map(repr, unknown))}."
+            )
+        self.spaces = dict(inner)
+        self._functions: dict[str, Callable[[Array], Array]] = {}
+        for key, space in inner.items():
+            if key in outer:
+                convert = _discrete if space.discrete else _continuous
+                self.spaces[key], self._functions[key] = convert(key, space, outer[key])
+        needed = [key for key, space in inner.items() if not space.discrete]
+        missing = [key for key in needed if key not in outer]
         if missing:
             raise ValueError(
-                f"act_space expected the spaces of {', '.join(self._keys)}, got "
+                f"act_space expected the spaces of {', '.join(needed)}, got "
                 f"{', '.join(outer) or 'none'}: {', '.join(missing)} is missing."
             )
-        spaces = {key: _continuous(key, outer[key]) for key in self._keys}
-        env: Env = _Echo(spaces)
-        for key in self._keys:
-            env = wrappers.NormalizeAction(env, key)
-        env = wrappers.UnifyDtypes(env)
-        for key in self._keys:
-            env = wrappers.ClipAction(env, key)
-            if env.act_space[key].shape != inner[key].shape:
-                raise ValueError(
-                    f"act_space expected {key!r} of shape {inner[key].shape}, as the "
-                    f"agent was trained with, got {spaces[key]}."
-                )
-        self.spaces = {**inner, **spaces}
-        self._leaves = _shifted_leaves(inner, outer)
-        for key, leaf in self._leaves.items():
-            shape, low, high = (
-                inner[key].shape,
-                leaf.start,
-                leaf.start + inner[key].classes,
-            )
-            self.spaces[key] = Space(leaf.gym_space.dtype, shape, low, high)
-        self._env = env
 
     def __call__(self, actions: Mapping[str, Array]) -> dict[str, Array]:
         """Converts actions [B, ...]."""
-        rows = len(next(iter(actions.values())))
-        converted = [
-            self._env.step({key: actions[key][row] for key in self._keys})
-            for row in range(rows)
-        ]
-        changed = {key: np.stack([row[key] for row in converted]) for key in self._keys}
-        shifted = {key: x.decode(actions[key]) for key, x in self._leaves.items()}
-        return {**actions, **changed, **shifted}
+        changed = {key: f(actions[key]) for key, f in self._functions.items()}
+        return {**actions, **changed}
 
 
-def _shifted_leaves(inner: Spaces, outer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the `GymLeaf` of each discrete action that does not begin at 0."""
+def _discrete(
+    key: str, inner: Space, outer: Any
+) -> tuple[Space, Callable[[Array], Array]]:
+    """Returns the space of an action's values, and how to convert classes to them."""
     import gymnasium
 
     from embodied.envs.gym_spaces import act_leaf
 
-    leaves = {
-        key: act_leaf(key, (), outer[key])
-        for key, space in inner.items()
-        if space.discrete and isinstance(outer.get(key), gymnasium.Space)
-    }
-    return {key: leaf for key, leaf in leaves.items() if leaf.start is not None}
-
-
-def _check_spaces(inner: Spaces, outer: Mapping[str, Any]) -> None:
-    """Raises ValueError if spaces of an environment do not fit those of an agent."""
-    if not isinstance(outer, Mapping):
-        example = f"{{{next(iter(inner))!r}: env.action_space}}"
+    leaf, found = None, None
+    with contextlib.suppress(TypeError, ValueError):
+        if isinstance(outer, gymnasium.Space):
+            leaf = act_leaf(key, (), outer)
+        found = leaf.space if leaf else Space.of(outer)
+    discrete = found is not None and found.discrete
+    if not found or not discrete or not np.array_equal(found.classes, inner.classes):
         raise ValueError(
-            f"act_space expected a dict of spaces by key, such as {example}, got "
-            f"{outer!r}."
+            f"act_space expected {key!r} with {inner.classes} classes, as the agent "
+            f"was trained with, got {outer!r}."
         )
-    unknown = [key for key in outer if key not in inner and key != "reset"]
-    if unknown:
-        raise ValueError(
-            f"act_space expected keys of the agent's actions, {', '.join(inner)}, got "
-            f"{', '.join(map(repr, unknown))}."
-        )
-    for key, space in inner.items():
-        if space.discrete and key in outer:
-            found = _classes(outer[key])
-            if not np.array_equal(found, space.classes):
-                raise ValueError(
-                    f"act_space expected {key!r} with {space.classes} classes, as the "
-                    f"agent was trained with, got {outer[key]!r}."
-                )
+    if leaf is None or leaf.start is None:
+        return inner, lambda action: action
+    high = leaf.start + inner.classes
+    return Space(outer.dtype, inner.shape, leaf.start, high), leaf.decode
 
 
-def _classes(space: Any) -> Any:
-    """Returns numbers of classes like `Space.classes`; None where there are none."""
-    shape = getattr(space, "shape", None)
-    if isinstance(space, Space | elements.Space):
-        return space.classes if space.discrete else None
-    if hasattr(space, "nvec"):  # Gymnasium's MultiDiscrete.
-        return space.nvec
-    if hasattr(space, "n"):  # Its Discrete and, with any shape, MultiBinary.
-        return np.full(shape, 2) if shape else int(space.n)
-    if hasattr(space, "high") and np.dtype(space.dtype).kind in "iu":  # Its Box.
-        return space.high.astype(object) - space.low.astype(object) + 1
-    return None
-
-
-def _continuous(key: str, space: Any) -> Space:
-    try:
-        found = Space.of(space)
-    except (TypeError, ValueError):
-        found = None
+def _continuous(
+    key: str, inner: Space, outer: Any
+) -> tuple[Space, Callable[[Array], Array]]:
+    """Returns the space of an action, and how to scale values in [-1, 1] to it."""
+    found = None
+    with contextlib.suppress(TypeError, ValueError):
+        found = Space.of(outer)
     if found is None or found.discrete:
         raise ValueError(
             f"act_space expected {key!r} as a space of floats, such as a Box of "
-            f"Gymnasium, got {space!r}."
+            f"Gymnasium, got {outer!r}."
         )
-    return found
-
-
-class _Echo(ActionSpaces):
-    """Returns actions as observations, to get them as wrappers convert them."""
-
-    def step(self, action: dict[str, Array]) -> dict[str, Array]:
-        """Returns the action."""
-        return action
+    if found.shape != inner.shape:
+        raise ValueError(
+            f"act_space expected {key!r} of shape {inner.shape}, as the agent was "
+            f"trained with, got {found}."
+        )
+    scale = wrappers.NormalizeAction(ActionSpaces({key: found}), key)
+    clip = wrappers.ClipAction(scale, key)
+    return found, lambda action: scale.convert(np.asarray(clip.convert(action)))

@@ -6,8 +6,9 @@ tuples, text, numbers and NumPy arrays, in three steps:
 1. All instructions are read, and each must be on a list of allowed ones. This also
    checks their sizes against the file before anything is allocated.
 2. They are run with stand-ins for the few functions of NumPy that arrays are pickled
-   with. Stand-ins check and keep their arguments, and do nothing else.
-3. The stand-ins are converted to arrays, each of which must be as large as its data.
+   with. Stand-ins check their arguments, and make arrays that are as large as their
+   data, which they do not copy.
+3. The stand-ins are replaced by their arrays.
 """
 
 from __future__ import annotations
@@ -148,12 +149,6 @@ class _StandIn:
         )
 
 
-class _Class(_StandIn):
-    """Stands for the class of arrays; a pickle can only refer to it."""
-
-    __slots__ = ()
-
-
 class _Function(_StandIn):
     """Stands for a function of NumPy; a pickle can only call it."""
 
@@ -169,15 +164,14 @@ class _Function(_StandIn):
 class _Dtype(_StandIn):
     """Stands for a dtype; its state sets the byte order."""
 
-    __slots__ = ("_name", "_order")
+    __slots__ = ("dtype",)
 
     def __init__(self, name: Any, align: Any = False, copy: Any = True):
         if not isinstance(name, str) or not _DTYPE.fullmatch(name):
             raise UnsafePickleError(
                 f"Expected a dtype of numbers or booleans, got {_brief(name)}."
             )
-        self._name = name.lstrip("<>|")
-        self._order = name[0] if name != self._name else ""
+        self.dtype = np.dtype(name)
 
     def __setstate__(self, state: Any) -> None:
         plain = isinstance(state, tuple) and len(state) >= 5
@@ -185,20 +179,16 @@ class _Dtype(_StandIn):
             raise UnsafePickleError(
                 f"Expected a dtype without fields, got the state {_brief(state)}."
             )
-        self._order = state[1]
-
-    def finish(self) -> np.dtype:
-        """Returns the dtype."""
-        return np.dtype(self._order + self._name)
+        self.dtype = self.dtype.newbyteorder(state[1])
 
 
 class _Array(_StandIn):
     """Stands for an array, once its state is set."""
 
-    __slots__ = ("_state",)
+    __slots__ = ("array",)
 
     def __init__(self) -> None:
-        self._state: tuple[Any, ...] | None = None
+        self.array: np.ndarray | None = None
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) != 5:
@@ -211,7 +201,7 @@ class _Array(_StandIn):
 
     def set(self, shape: Any, dtype: Any, order: Any, data: Any) -> None:
         """Sets the contents of the array; raises unless they fit together."""
-        if self._state is not None:
+        if self.array is not None:
             raise UnsafePickleError("Expected one state for an array, got another.")
         if not isinstance(dtype, _Dtype):
             raise UnsafePickleError(
@@ -227,25 +217,17 @@ class _Array(_StandIn):
             raise UnsafePickleError(
                 f"Expected the shape of an array, got {_brief(shape)}."
             )
-        kind = dtype.finish()
+        kind = dtype.dtype
         if math.prod(shape) * kind.itemsize != len(data) or order not in ("C", "F"):
             raise UnsafePickleError(
                 f"Expected an array as large as its data, got shape {shape} of {kind}, "
                 f"order {_brief(order)}, for {len(data)} bytes."
             )
-        self._state = (shape, kind, order, data)
-
-    def finish(self) -> np.ndarray:
-        """Returns the array, without a copy."""
-        if self._state is None:
-            raise UnsafePickleError("Expected an array, got one without its state.")
-        shape, dtype, order, data = self._state
-        array = np.ndarray(shape, dtype, data, order=order)
-        array.flags.writeable = False
-        return array
+        self.array = np.ndarray(shape, kind, data, order=order)  # Without a copy.
+        self.array.flags.writeable = False
 
 
-_NDARRAY = _Class()
+_NDARRAY = _StandIn()  # Stands for the class of arrays; a pickle can only refer to it.
 
 
 def _reconstruct(kind: Any, shape: Any, code: Any) -> _Array:
@@ -308,7 +290,9 @@ class _ArrayBuilder:
                 "deep, got more."
             )
         if isinstance(value, _Array):
-            array = value.finish()
+            array = value.array
+            if array is None:
+                raise UnsafePickleError("Expected an array, got one without its state.")
             self._bytes -= array.nbytes
             if self._bytes < 0:
                 raise UnsafePickleError(

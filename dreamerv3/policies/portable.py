@@ -53,18 +53,18 @@ class PortablePolicy:
     Attributes:
       params: the networks.
       config: the whole configuration of the run.
-      step: step of the run at which the agent was saved.
-      obs_space: spaces of the observations it reads, by key, `is_first` included.
+      saved: the checkpoint.
+      obs_space: spaces of the observations of the agent, by key.
       act_space: spaces of the actions it chooses, by key.
-      logdir: logdir of the run.
+      seen: keys of the observations that the policy reads, `is_first` included.
     """
 
     params: model.PolicyNetworks
     config: elements.Config
-    step: int
+    saved: SavedAgent
     obs_space: Spaces
     act_space: Spaces
-    logdir: pathlib.Path
+    seen: tuple[str, ...]
 
     def __call__(self, inputs: Mapping[str, Array]) -> Arrays:
         """Computes the outputs of a step from its inputs, by name; see the module."""
@@ -97,7 +97,7 @@ class PortablePolicy:
         return {
             **{
                 f"obs/{key}": jax.ShapeDtypeStruct((batch, *space.shape), space.dtype)
-                for key, space in self.obs_space.items()
+                for key, space in self._seen_spaces().items()
             },
             **{f"carry/{key}": carry[key] for key in ("deter", "stoch")},
             **{f"carry/action/{key}": x for key, x in carry["action"].items()},
@@ -108,15 +108,19 @@ class PortablePolicy:
     def signature(self) -> dict[str, Any]:
         """Returns descriptions of the inputs, outputs and spaces, as JSON values."""
         one = self.inputs(1)
+        spaces = to_json(spaces_to_tree(self._seen_spaces(), self.act_space))
         outputs = jax.eval_shape(self.__call__, one)
         return {
-            "step": self.step,
+            "step": self.saved.step,
             "task": self.config.task,
             "inputs": {key: _described(x) for key, x in one.items()},
             "outputs": {key: _described(x) for key, x in outputs.items()},
-            "obs_space": to_json(spaces_to_tree(self.obs_space)),
-            "act_space": to_json(spaces_to_tree(self.act_space)),
+            "obs_space": spaces["obs"],
+            "act_space": spaces["act"],
         }
+
+    def _seen_spaces(self) -> Spaces:
+        return {key: self.obs_space[key] for key in sorted(self.seen)}
 
 
 def load_portable(
@@ -133,23 +137,6 @@ def load_portable(
       ConfigError: there is no config, it cannot be used, or its task is not trusted.
     """
     saved = read_agent(source)
-    config, agent, obs_space, act_space = open_agent(saved, task)
-    with checkpoint_errors(saved):
-        params = agent.params(saved.data)
-    seen = {
-        key: space
-        for key, space in model.named_spaces(obs_space, ())
-        if key in agent.inputs
-    }
-    return PortablePolicy(
-        params, config, saved.step, seen, act_space, pathlib.Path(saved.logdir)
-    )
-
-
-def open_agent(
-    saved: SavedAgent, task: str | None = None
-) -> tuple[elements.Config, ActingAgent, Spaces, Spaces]:
-    """Makes the acting agent of a checkpoint on the CPU, without its weights."""
     config = run_config(saved.logdir)
     if config.random_agent:
         raise CheckpointError(
@@ -157,7 +144,9 @@ def open_agent(
         )
     obs_space, act_space = agent_spaces(config, saved, task)
     agent = ActingAgent(obs_space, act_space, on_one_device(config, "cpu"))
-    return config, agent, obs_space, act_space
+    with checkpoint_errors(saved):
+        params = agent.params(saved.data)
+    return PortablePolicy(params, config, saved, obs_space, act_space, agent.inputs)
 
 
 def write_stablehlo(policy: PortablePolicy, folder: pathlib.Path) -> None:

@@ -69,49 +69,16 @@ class Reference:
     step: int | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Imported:
-    """Result of an import; its text is a report.
-
-    Attributes:
-      source: the file of the reference.
-      logdir: logdir of the new checkpoint.
-      imported: names of the agent's arrays that were imported.
-      fresh: names of the agent's arrays that start anew.
-      left_out: names of arrays and counters in the file that were not imported.
-      step: step of the run.
-    """
-
-    source: Path
-    logdir: str
-    imported: tuple[str, ...]
-    fresh: tuple[str, ...]
-    left_out: tuple[str, ...]
-    step: int
-
-    def __str__(self) -> str:
-        lines = [
-            f"Imported {len(self.imported)} arrays of {self.source}, step {self.step}."
-        ]
-        if self.fresh:
-            lines.append(f"Not in it, and started anew: {_listing(self.fresh)}.")
-        if self.left_out:
-            lines.append(f"Not imported: {_listing(self.left_out)}.")
-        lines += [
-            f"Written to {self.logdir}. Train on with the same flags and logdir, or "
-            "start another run from it:",
-            f"  --run.from_checkpoint {self.logdir}",
-        ]
-        return "\n".join(lines)
-
-
-def import_checkpoint(config: elements.Config) -> Imported:
+def import_checkpoint(config: elements.Config) -> str:
     """Converts the checkpoint at `run.from_checkpoint` into one in `logdir`.
 
     Args:
       config: the whole configuration, with the task and sizes of the agent.
         `run.from_checkpoint_regex` selects the names, after renaming, to import; other
         arrays are as in an untrained agent.
+
+    Returns:
+      A report of what was imported.
 
     Raises:
       CheckpointError: there is no checkpoint, it is damaged or does not fit the agent,
@@ -135,32 +102,71 @@ def import_checkpoint(config: elements.Config) -> Imported:
     # Imported here, so that the errors above do not wait for JAX.
     from dreamerv3.cli.factories import make_agent
     from dreamerv3.policies.acting_agent import on_one_device
-    from embodied.jax.agent import join_parts, split_parts
+    from embodied.jax.agent import join_parts
 
     # On the CPU, because nothing is computed that needs an accelerator.
     agent = make_agent(on_one_device(config, "cpu"))
     own = join_parts(agent.save())
-    chosen = _choose(arrays, own, config.run.from_checkpoint_regex)
-    counters = {
-        name: reference.counters[theirs]
-        for theirs, name in COUNTERS.items()
-        if theirs in reference.counters
+    chosen = {
+        name: value
+        for name, value in arrays.items()
+        if name in own and re.match(config.run.from_checkpoint_regex, name)
     }
-    unused += [
-        f"counters/{name}" for name in reference.counters if name not in COUNTERS
-    ]
-    agent.load({**split_parts({**own, **chosen}), "counters": counters})
+    _load(agent, own, chosen, reference.counters, config.run.from_checkpoint_regex)
     step = reference.step or 0
     prepare_logdir(config)
     target.save({AGENT: agent.save()}, {"step": step})
-    return Imported(
-        source=reference.path,
-        logdir=config.logdir,
-        imported=tuple(sorted(chosen)),
-        fresh=tuple(sorted(set(own) - set(chosen))),
-        left_out=tuple(sorted({*unused, *(set(arrays) - set(chosen))})),
-        step=step,
-    )
+    lines = [f"Imported {len(chosen)} arrays of {reference.path}, step {step}."]
+    if fresh := sorted(set(own) - set(chosen)):
+        lines.append(f"Not in it, and started anew: {_listing(fresh)}.")
+    others = [f"counters/{x}" for x in reference.counters if x not in COUNTERS]
+    if left_out := sorted({*unused, *others, *(set(arrays) - set(chosen))}):
+        lines.append(f"Not imported: {_listing(left_out)}.")
+    lines += [
+        f"Written to {config.logdir}. Train on with the same flags and logdir, or "
+        "start another run from it:",
+        f"  --run.from_checkpoint {config.logdir}",
+    ]
+    return "\n".join(lines)
+
+
+def _load(
+    agent: Any,
+    own: Mapping[str, Any],
+    chosen: Mapping[str, Any],
+    counters: Mapping[str, int],
+    regex: str,
+) -> None:
+    """Loads arrays and counters; raises CheckpointError unless they fit the agent.
+
+    Of the agent's own arrays, those that are not trained or not selected are kept.
+    """
+    from embodied.jax.agent import split_parts
+
+    kept = {
+        name: value
+        for name, value in own.items()
+        if UNTRAINED.match(name) or not re.match(regex, name)
+    }
+    counts = {
+        name: counters[theirs]
+        for theirs, name in COUNTERS.items()
+        if theirs in counters
+    }
+    try:
+        agent.load({**split_parts({**kept, **chosen}), "counters": counts})
+    except ValueError as error:
+        raise CheckpointError(
+            "run.from_checkpoint: expected the checkpoint of an agent for this task "
+            f"and of these sizes, got another. {error} Use the flags of that run, "
+            "such as --task and --configs, or leave names out with "
+            "run.from_checkpoint_regex."
+        ) from error
+    if not chosen:
+        raise CheckpointError(
+            f"run.from_checkpoint_regex: expected to match names such as {min(own)!r}, "
+            f"got {regex!r}, which matches none."
+        )
 
 
 def read_reference(source: str | os.PathLike[str]) -> Reference:
@@ -261,42 +267,6 @@ def translate(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 first,
             )
     return arrays, unused
-
-
-def _choose(
-    arrays: Mapping[str, Any], own: Mapping[str, Any], regex: str
-) -> dict[str, Any]:
-    """Returns the arrays to import, by name; raises unless they fit the agent."""
-    chosen = {
-        name: value
-        for name, value in arrays.items()
-        if name in own and re.match(regex, name)
-    }
-    wrong = [
-        f"{name} (expected {own[name].shape}, got {np.shape(value)})"
-        for name, value in sorted(chosen.items())
-        if np.shape(value) != own[name].shape
-    ]
-    missing = [
-        name
-        for name in sorted(set(own) - set(chosen))
-        if re.match(regex, name) and not UNTRAINED.match(name)
-    ]
-    problems = f" Other shapes: {_listing(wrong)}." if wrong else ""
-    problems += f" Missing: {_listing(missing)}." if missing else ""
-    if problems:
-        raise CheckpointError(
-            "run.from_checkpoint: expected the checkpoint of an agent for this task "
-            f"and of these sizes, got another.{problems} Use the flags of that run, "
-            "such as --task and --configs, or leave names out with "
-            "run.from_checkpoint_regex."
-        )
-    if not chosen:
-        raise CheckpointError(
-            f"run.from_checkpoint_regex: expected to match names such as {min(own)!r}, "
-            f"got {regex!r}, which matches none."
-        )
-    return chosen
 
 
 def _candidates(folder: Path) -> list[Path]:

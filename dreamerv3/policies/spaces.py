@@ -15,8 +15,21 @@ from embodied.base import Spaces, Tree
 from embodied.space import Space
 
 
-def spaces_to_tree(spaces: Mapping[str, Any]) -> Tree:
-    """Describes spaces as plain values, which a checkpoint can hold."""
+def spaces_to_tree(obs_space: Mapping[str, Any], act_space: Mapping[str, Any]) -> Tree:
+    """Describes an agent's spaces as plain values, which a checkpoint can hold."""
+    return {"obs": _describe(obs_space), "act": _describe(act_space)}
+
+
+def spaces_from_tree(tree: Tree) -> tuple[Spaces, Spaces]:
+    """Returns the spaces that `spaces_to_tree` described; also takes them from JSON."""
+    obs, act = (
+        {key: _make(**description) for key, description in tree[part].items()}
+        for part in ("obs", "act")
+    )
+    return obs, act
+
+
+def _describe(spaces: Mapping[str, Any]) -> Tree:
     tree = {}
     for key, space in spaces.items():
         space = Space.of(space)
@@ -29,9 +42,10 @@ def spaces_to_tree(spaces: Mapping[str, Any]) -> Tree:
     return tree
 
 
-def spaces_from_tree(tree: Tree) -> Spaces:
-    """Returns the spaces that `spaces_to_tree` described."""
-    return {key: Space(**description) for key, description in tree.items()}
+def _make(dtype: str, shape: Any, low: Any, high: Any) -> Space:
+    if np.dtype(dtype).kind == "f":  # Infinities are text in JSON.
+        low, high = np.asarray(low, np.float64), np.asarray(high, np.float64)
+    return Space(dtype, tuple(shape), low, high)
 
 
 def _short(bound: np.ndarray | None) -> np.ndarray | None:

@@ -5,5 +5,6 @@
 
 `runner` is the program: it plans the runs by `presets`, finds places for them
 (`accelerators`), works through the queue (`run_queue`, `display`), and writes the
-results (`score_table`, `curve_plot`, both based on `curves` and `aggregates`).
+results (`score_table`, which is based on `curves` and `aggregates`, and the picture of
+`dreamerv3.plot`).
 """

@@ -17,6 +17,7 @@ import numpy as np
 
 from dreamerv3.cli.config import (
     ConfigError,
+    action_repeat,
     flatten,
     read_blocks,
     run_config,
@@ -153,8 +154,8 @@ def read_run(logdir: str | Path, metric: str = SCORE) -> Curve:
     if not logdir.is_dir():
         raise PlotError(f"{logdir}: expected the logdir of a run, but it is no folder.")
     try:
-        config = flatten(dict(run_config(logdir)))
-    except (ConfigError, OSError) as error:
+        config = run_config(logdir).flat
+    except ConfigError as error:
         raise PlotError(" ".join(str(error).split())) from error
     repeat = action_repeat(config)
     steps, values = read_metric(logdir, metric)
@@ -186,11 +187,6 @@ def _reached(logdir: Path, episode: float, repeat: int, end: int) -> float:
     # episode in progress at the end of the run was cut off.
     step = episode / repeat
     return float(end) if ENDED * end <= step <= end else step
-
-
-def action_repeat(config: Mapping[str, Any]) -> int:
-    """Returns the frames of an agent step by a configuration with full keys."""
-    return config.get(f"env.{config['task'].partition('_')[0]}.repeat", 1)
 
 
 def last_step(logdir: Path) -> int:

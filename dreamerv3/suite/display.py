@@ -83,14 +83,13 @@ def _table(runs: RunQueue) -> Any:
     for name in ("step", "of", "", "steps/s", "last score"):
         table.add_column(name, justify="right")
     now = time.monotonic()
-    for queued in runs.runs:
-        if queued.state != "running":
+    for run in runs.runs:
+        if run.state != "running":
             continue
-        run = queued.run
         table.add_row(
-            *(run.task, str(run.seed), queued.device),
-            *(f"{queued.step:,}", f"{run.steps:,}", f"{queued.step / run.steps:.0%}"),
-            f"{queued.rate(now):.0f}",
-            "" if queued.score is None else f"{queued.score:.4g}",
+            *(run.task, str(run.seed), run.device),
+            *(f"{run.step:,}", f"{run.steps:,}", f"{run.step / run.steps:.0%}"),
+            f"{run.rate(now):.0f}",
+            "" if run.score is None else f"{run.score:.4g}",
         )
     return table

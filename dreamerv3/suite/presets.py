@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dreamerv3.suite.curves import Curve
+from dreamerv3.cli.config import action_repeat
 
 PUBLISHED = Path(__file__).with_name("published.json")
 # Scores of a random agent and full scores, in suites that list none by task.
@@ -102,23 +102,23 @@ def make_presets() -> dict[str, Preset]:
     }
 
 
-def find_published(run: Curve, task: str | None = None) -> PublishedCurve | None:
+def find_published(config: Mapping[str, Any], task: str) -> PublishedCurve | None:
     """Finds the published scores that a run can be compared with.
 
     Args:
-      run: a run, whose configuration tells the observations and the frames of a step.
-      task: full name of the task. Default: that of the run.
+      config: configuration of the run, by full key, which tells the observations and
+        the frames of a step.
+      task: full name of the task, usually that of the run.
 
     Returns:
       The scores; None if the task with these observations is not published.
     """
-    task = task or run.task
-    suite = _suite(task, run.config)
+    suite = _suite(task, config)
     content = _published().get(suite, {"tasks": {}})
     if task not in content["tasks"]:
         return None
     frames = content["unit"].startswith("frames")
-    per_step = run.repeat if frames else 1
+    per_step = action_repeat(config) if frames else 1
     bounds = content.get("random_human", {}).get(task, DMC_BOUNDS)
     return PublishedCurve(
         suite=suite,

@@ -35,9 +35,11 @@ SAVE_SECONDS = 600.0  # For runs to save when the suite is interrupted.
 TAIL_LINES = 20  # Of the output of a run that failed.
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class SuiteRun:
-    """A run of a suite: a task and a seed, and the command line.
+    """A run of a suite: a task and a seed, and how far it has come.
+
+    Belongs to the thread of the queue.
 
     Attributes:
       task: full name.
@@ -46,6 +48,13 @@ class SuiteRun:
       argv: arguments of the program.
       steps: agent steps at which it ends.
       repeat: frames of an agent step.
+      state: 'waiting', 'running', 'done', 'failed' (in each of its attempts), or
+        'stopped' (ended before its steps, by its duration or an interrupt).
+      attempts: how often it was started.
+      step: agent step.
+      score: score of the newest episode.
+      device: name of the device it runs on.
+      begin: time and step of the start.
     """
 
     task: str
@@ -54,6 +63,12 @@ class SuiteRun:
     argv: tuple[str, ...]
     steps: int
     repeat: int
+    state: str = "waiting"
+    attempts: int = 0
+    step: int = 0
+    score: float | None = None
+    device: str = ""
+    begin: tuple[float, int] = (0.0, 0)
 
     @property
     def name(self) -> str:
@@ -77,30 +92,6 @@ class SuiteRun:
     def logged(self) -> int:
         """Returns the agent step of its newest metrics."""
         return last_step(self.logdir) // self.repeat
-
-
-@dataclasses.dataclass
-class QueuedRun:
-    """A run and how far it has come. Owned by the thread of the queue.
-
-    Attributes:
-      run: the run.
-      state: 'waiting', 'running', 'done', 'failed' (in each of its attempts), or
-        'stopped' (ended before its steps, by its duration or an interrupt).
-      attempts: how often it was started.
-      step: agent step.
-      score: score of the newest episode.
-      device: name of the device it runs on.
-      begin: time and step of the start.
-    """
-
-    run: SuiteRun
-    state: str = "waiting"
-    attempts: int = 0
-    step: int = 0
-    score: float | None = None
-    device: str = ""
-    begin: tuple[float, int] = (0.0, 0)
 
     def rate(self, now: float) -> float:
         """Returns agent steps per second since the start, which includes compiling."""
@@ -144,20 +135,20 @@ class RunQueue:
         note: Callable[[str], None],
         start: Callable[[SuiteRun, Slot], Any] | None = None,
     ):
-        self.runs = [QueuedRun(run) for run in runs]
+        self.runs = list(runs)
         self._note = note
         self._start_process = start or start_process
         self._free = list(slots)
         self._last_start: dict[str, float] = {}
-        self._running: dict[Any, tuple[QueuedRun, Slot]] = {}
+        self._running: dict[Any, tuple[SuiteRun, Slot]] = {}
         self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._waiting: collections.deque[QueuedRun] = collections.deque()
-        for queued in self.runs:
-            if queued.run.is_done():
-                queued.state, queued.step = "done", queued.run.steps
+        self._waiting: collections.deque[SuiteRun] = collections.deque()
+        for run in self.runs:
+            if run.is_done():
+                run.state, run.step = "done", run.steps
             else:
-                queued.step = min(queued.run.reached(), queued.run.steps)
-                self._waiting.append(queued)
+                run.step = min(run.reached(), run.steps)
+                self._waiting.append(run)
 
     def work(self, interrupted: threading.Event, look: Callable[[], None]) -> None:
         """Runs the queue until no run is waiting or running, or until an interrupt.
@@ -181,7 +172,7 @@ class RunQueue:
 
     def count(self, state: str) -> int:
         """Returns how many runs are in a state."""
-        return sum(queued.state == state for queued in self.runs)
+        return sum(run.state == state for run in self.runs)
 
     def seconds_left(self) -> float | None:
         """Estimates the seconds until all runs have ended, from the current rates.
@@ -190,21 +181,13 @@ class RunQueue:
           None while no rate is known.
         """
         now = time.monotonic()
-        running = [queued for queued, _ in self._running.values()]
-        rates = {id(queued): queued.rate(now) for queued in running}
-        total = sum(rates.values())
+        running = [(run, run.rate(now)) for run, _ in self._running.values()]
+        total = sum(rate for _, rate in running)
         if not total:
             return None
-        steps = sum(
-            queued.run.steps - queued.step
-            for queued in [*running, *self._waiting]
-            if queued.run.steps > queued.step
-        )
-        alone = [
-            (queued.run.steps - queued.step) / rates[id(queued)]
-            for queued in running
-            if rates[id(queued)]
-        ]
+        unfinished = [*(run for run, _ in running), *self._waiting]
+        steps = sum(max(0, run.steps - run.step) for run in unfinished)
+        alone = [(run.steps - run.step) / rate for run, rate in running if rate]
         return max(steps / total, *alone)
 
     def _fill(self) -> None:
@@ -218,23 +201,22 @@ class RunQueue:
             self._last_start[slot.device] = now
             self._start(self._waiting.popleft(), slot)
 
-    def _start(self, queued: QueuedRun, slot: Slot) -> None:
-        run = queued.run
+    def _start(self, run: SuiteRun, slot: Slot) -> None:
         run.logdir.mkdir(parents=True, exist_ok=True)
         (run.logdir / FAILED).unlink(missing_ok=True)
-        queued.attempts += 1
-        queued.state, queued.device = "running", slot.device
-        queued.begin = (time.monotonic(), queued.step)
-        at = f" at step {queued.step:,}" if queued.step else ""
+        run.attempts += 1
+        run.state, run.device = "running", slot.device
+        run.begin = (time.monotonic(), run.step)
+        at = f" at step {run.step:,}" if run.step else ""
         self._note(f"{run.name}: begins{at} on {slot.device}.")
         process = self._start_process(run, slot)
-        self._running[process] = (queued, slot)
+        self._running[process] = (run, slot)
         process.on_exit(self._ended.put)
 
     def _update(self) -> None:
-        for queued, _ in self._running.values():
-            queued.step = max(queued.step, queued.run.logged())
-            queued.score = last_score(queued.run.logdir)
+        for run, _ in self._running.values():
+            run.step = max(run.step, run.logged())
+            run.score = last_score(run.logdir)
 
     def _collect(self, timeout: float, ending: bool = False) -> None:
         """Waits for a run to end and decides its next state."""
@@ -242,30 +224,30 @@ class RunQueue:
             process = self._ended.get(timeout=timeout)
         except queue.Empty:
             return
-        queued, slot = self._running.pop(process)
+        run, slot = self._running.pop(process)
         self._free.append(slot)
-        run, code = queued.run, process.exitcode
-        seconds = time.monotonic() - queued.begin[0]
-        queued.step = max(queued.step, run.reached())
-        took = f"step {queued.step:,} after {seconds:.0f} s"
-        if code == 0 and queued.step >= run.steps:
-            queued.state = "done"
-            _write_json(run.logdir, DONE, _ending(queued, seconds))
+        code = process.exitcode
+        seconds = time.monotonic() - run.begin[0]
+        run.step = max(run.step, run.reached())
+        took = f"step {run.step:,} after {seconds:.0f} s"
+        if code == 0 and run.step >= run.steps:
+            run.state = "done"
+            _write_json(run.logdir, DONE, _ending(run, seconds))
             self._note(f"{run.name}: done, {took}.")
         elif ending or code == 0:
-            queued.state = "stopped"
+            run.state = "stopped"
             self._note(f"{run.name}: stopped at {took}; the same command continues it.")
-        elif queued.attempts < ATTEMPTS:
-            queued.state = "waiting"
-            self._waiting.append(queued)
+        elif run.attempts < ATTEMPTS:
+            run.state = "waiting"
+            self._waiting.append(run)
             self._note(f"{run.name}: failed with exit code {code}; retrying.")
         else:
-            queued.state = "failed"
+            run.state = "failed"
             lines = output_tail(run.logdir)
-            ending_json = {**_ending(queued, seconds), "exit": code, "output": lines}
+            ending_json = {**_ending(run, seconds), "exit": code, "output": lines}
             _write_json(run.logdir, FAILED, ending_json)
             last = lines[-1] if lines else f"exit code {code}"
-            self._note(f"{run.name}: failed {queued.attempts} times, at {took}: {last}")
+            self._note(f"{run.name}: failed {run.attempts} times, at {took}: {last}")
 
 
 def start_process(run: SuiteRun, slot: Slot) -> Process:
@@ -289,13 +271,13 @@ def output_tail(logdir: Path) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-TAIL_LINES:]
 
 
-def _ending(queued: QueuedRun, seconds: float) -> dict[str, Any]:
+def _ending(run: SuiteRun, seconds: float) -> dict[str, Any]:
     return {
-        "task": queued.run.task,
-        "seed": queued.run.seed,
-        "step": queued.step,
+        "task": run.task,
+        "seed": run.seed,
+        "step": run.step,
         "seconds": round(seconds, 1),
-        "argv": list(queued.run.argv),
+        "argv": list(run.argv),
     }
 
 

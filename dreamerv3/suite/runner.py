@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -11,23 +10,24 @@ from pathlib import Path
 
 import elements
 
+from dreamerv3 import plot
 from dreamerv3.cli.config import (
     FILENAME,
     ConfigError,
-    flatten,
+    action_repeat,
+    fill_logdir,
     load_config,
     split_arguments,
 )
-from dreamerv3.cli.logdir import LogdirInUse, claim
+from dreamerv3.cli.logdir import as_config_errors, claim
 from dreamerv3.cli.scripts import RunError
 from dreamerv3.cli.texts import package_version
 from dreamerv3.suite import score_table
 from dreamerv3.suite.accelerators import Slot, open_slots
-from dreamerv3.suite.curve_plot import draw_tasks
-from dreamerv3.suite.curves import PlotError, action_repeat
+from dreamerv3.suite.curves import PlotError
 from dreamerv3.suite.display import SuiteDisplay, status_line
 from dreamerv3.suite.presets import Preset, make_presets
-from dreamerv3.suite.run_queue import FAILED, QueuedRun, RunQueue, SuiteRun
+from dreamerv3.suite.run_queue import FAILED, RunQueue, SuiteRun
 from embodied.checkpoint import write_file
 from embodied.run.console import stop_on_signals
 
@@ -63,7 +63,7 @@ def run_suite(config: elements.Config, argv: Sequence[str]) -> None:
         failed = _work(runs, slots)
     write_results(folder)
     if failed:
-        names = ", ".join(queued.run.name for queued in failed)
+        names = ", ".join(run.name for run in failed)
         raise RunError(
             f"{len(failed)} of {len(runs)} runs have failed: {names}. {FAILED} in the "
             "folder of each says why; the same command tries them again."
@@ -95,7 +95,7 @@ def plan_runs(
     blocks = [*preset.configs, *blocks]
     common = [*(["--configs", *blocks] if blocks else []), *preset.flags]
     common += _passed_on(arguments)
-    folders = _folder_names(tasks)
+    folders = _folders(config.logdir, tasks)
     runs: list[SuiteRun] = []
     example: elements.Config | None = None
     for task in tasks:
@@ -104,7 +104,7 @@ def plan_runs(
         _check_run(checked)
         example = example or checked
         for seed in range(config.seed, config.seed + config.suite.seeds):
-            logdir = Path(config.logdir, folders[task], f"seed{seed}")
+            logdir = Path(folders[task], f"seed{seed}")
             place = ["--seed", str(seed), "--logdir", str(logdir)]
             runs.append(
                 SuiteRun(
@@ -113,7 +113,7 @@ def plan_runs(
                     logdir=logdir,
                     argv=(*common, *own, *place),
                     steps=checked.run.steps,
-                    repeat=action_repeat(flatten(dict(checked))),
+                    repeat=action_repeat(checked.flat),
                 )
             )
     assert example is not None
@@ -140,15 +140,15 @@ def _check_run(config: elements.Config) -> None:
         )
 
 
-def _folder_names(tasks: Sequence[str]) -> dict[str, str]:
-    """Returns a folder name for each task, whose own name may contain slashes."""
-    names = {task: re.sub(r"[^\w.-]+", "-", task) for task in tasks}
-    if len(set(names.values())) < len(names):
+def _folders(logdir: str, tasks: Sequence[str]) -> dict[str, str]:
+    """Returns a folder for each task, whose own name may contain slashes."""
+    folders = {task: fill_logdir(f"{logdir}/{{task}}", task, 0) for task in tasks}
+    if len(set(folders.values())) < len(folders):
         raise ConfigError(
             "suite.tasks: expected names that differ in more than punctuation, got "
             f"{', '.join(tasks)}."
         )
-    return names
+    return folders
 
 
 def _prepare(folder: Path, argv: Sequence[str]) -> None:
@@ -158,15 +158,9 @@ def _prepare(folder: Path, argv: Sequence[str]) -> None:
             f"logdir: expected a folder for a suite, got {folder}, which is that of a "
             "run. Choose another --logdir."
         )
-    try:
+    with as_config_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         claim(folder)
-    except LogdirInUse as error:
-        raise ConfigError(f"logdir: {error}") from error
-    except OSError as error:
-        raise ConfigError(
-            f"logdir: expected a folder that can be written, got {folder} ({error})."
-        ) from error
     note = {
         "command": shlex.join(["dreamerv3", *argv]),
         "version": package_version(),
@@ -188,7 +182,7 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _work(runs: Sequence[SuiteRun], slots: Sequence[Slot]) -> list[QueuedRun]:
+def _work(runs: Sequence[SuiteRun], slots: Sequence[Slot]) -> list[SuiteRun]:
     """Runs the queue; returns the runs that have failed."""
     with stop_on_signals(INTERRUPTED) as interrupted, SuiteDisplay() as display:
         todo = RunQueue(runs, slots, display.note)
@@ -199,7 +193,7 @@ def _work(runs: Sequence[SuiteRun], slots: Sequence[Slot]) -> list[QueuedRun]:
         )
         todo.work(interrupted, lambda: display.show(todo))
         display.note(status_line(todo))
-    return [queued for queued in todo.runs if queued.state == "failed"]
+    return [run for run in todo.runs if run.state == "failed"]
 
 
 def write_results(folder: Path) -> None:
@@ -211,7 +205,7 @@ def write_results(folder: Path) -> None:
     print((folder / "table.md").read_text("utf-8"))
     written = ["scores.csv", "table.json", "table.md"]
     try:
-        draw_tasks(tasks, folder / PICTURE)
+        plot.render([run.logdir for run in runs], folder / PICTURE)
         written.append(PICTURE)
     except PlotError as error:
         print(f"No picture: {error}")

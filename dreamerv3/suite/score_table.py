@@ -23,7 +23,6 @@ import numpy as np
 
 from dreamerv3.cli.config import FILENAME
 from dreamerv3.suite import aggregates
-from dreamerv3.suite.aggregates import Estimate
 from dreamerv3.suite.curves import Curve, PlotError, read_run
 from dreamerv3.suite.presets import PublishedCurve, find_published
 from embodied.checkpoint import write_file
@@ -100,7 +99,7 @@ def group_by_task(runs: Sequence[Curve]) -> list[TaskScores]:
     """Groups runs by task and scores them, in the order of suites and names."""
     groups: dict[tuple[str, str], list[Curve]] = {}
     for run in runs:
-        published = find_published(run)
+        published = find_published(run.config, run.task)
         suite = published.suite if published else ""
         groups.setdefault((suite, run.task), []).append(run)
     return [_score(groups[key]) for key in sorted(groups)]
@@ -108,7 +107,7 @@ def group_by_task(runs: Sequence[Curve]) -> list[TaskScores]:
 
 def _score(runs: list[Curve]) -> TaskScores:
     runs = sorted(runs, key=lambda run: (run.seed, run.logdir))
-    published = find_published(runs[0])
+    published = find_published(runs[0].config, runs[0].task)
     steps = published.steps if published else _even_steps(runs)
     # Published scores of some suites are unevenly spaced. Intervals are as long as the
     # shortest distance, so that a score is that of the policy at its step.
@@ -197,7 +196,7 @@ def _task_row(task: TaskScores) -> dict[str, Any] | None:
         "unit": task.unit,
         "seeds": [run.seed for run, known in zip(task.runs, counted) if known],
         "scores": scores.tolist(),
-        "mean": _estimate(aggregates.mean_score(scores)),
+        "mean": dataclasses.asdict(aggregates.mean_score(scores)),
     }
     if task.published:
         published = task.published.seeds[:, index]
@@ -205,7 +204,7 @@ def _task_row(task: TaskScores) -> dict[str, Any] | None:
         row["normalised"] = float(normalised[0].mean())
         row["published"] = {
             "seeds": len(published),
-            "mean": _estimate(aggregates.mean_score(published)),
+            "mean": dataclasses.asdict(aggregates.mean_score(published)),
             "normalised": float(normalised[1].mean()),
         }
     return row
@@ -221,25 +220,20 @@ def _suite_row(tasks: Sequence[TaskScores]) -> dict[str, Any]:
     return {
         "tasks": len(tasks),
         "runs": sum(map(len, ours)),
-        "ours": {
-            name: _estimate(value) for name, value in aggregates.aggregate(ours).items()
-        },
-        "published": {
-            name: _estimate(value)
-            for name, value in aggregates.aggregate(published).items()
-        },
+        "ours": _aggregates(ours),
+        "published": _aggregates(published),
     }
+
+
+def _aggregates(scores: Sequence[np.ndarray]) -> dict[str, Any]:
+    estimates = aggregates.aggregate(scores)
+    return {name: dataclasses.asdict(value) for name, value in estimates.items()}
 
 
 def _normalise(task: TaskScores, scores: np.ndarray) -> np.ndarray:
     assert task.published is not None
     low, high = task.published.bounds
     return (scores - low) / (high - low)
-
-
-def _estimate(estimate: Estimate) -> dict[str, Any]:
-    interval = estimate.interval and list(estimate.interval)
-    return {"value": estimate.value, "interval": interval}
 
 
 def _settings(runs: Sequence[Curve]) -> dict[str, list[Any]]:

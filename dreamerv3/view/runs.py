@@ -26,12 +26,13 @@ import numpy as np
 from dreamerv3.cli.config import (
     FILENAME,
     ConfigError,
+    action_repeat,
     flatten,
     read_blocks,
     read_config,
 )
 from dreamerv3.cli.logdir import LOCK
-from dreamerv3.suite.curves import METRICS, SCORE, SCORES, Curve, model_size
+from dreamerv3.suite.curves import METRICS, SCORE, SCORES, model_size
 from dreamerv3.suite.presets import find_published
 from dreamerv3.view.series import LINE, MetricFile, parse_lines, sample_file
 from dreamerv3.view.videos import Videos
@@ -358,8 +359,8 @@ class RunFolder:
     def _read_values(self) -> dict[str, Any] | str:
         """Returns all values, with defaults for missing ones, or an error's text."""
         try:
-            found = flatten(dict(read_config(self.path / FILENAME)))
-        except (ConfigError, OSError) as error:
+            found = read_config(self.path / FILENAME).flat
+        except ConfigError as error:
             return " ".join(str(error).split())
         return {**_defaults(), **found}
 
@@ -367,12 +368,8 @@ class RunFolder:
         config = self._cached("values", FILENAME, self._read_values)
         if isinstance(config, str):
             return None
-        repeat = int(config.get(f"env.{config['task'].partition('_')[0]}.repeat", 1))
-        empty = np.zeros(0)
-        curve = Curve(
-            *(config["task"], "", config["seed"], repeat, empty, empty, config)
-        )
-        found = find_published(curve)
+        repeat = action_repeat(config)
+        found = find_published(config, config["task"])
         if found is None:
             return None
         return {

@@ -12,7 +12,7 @@ from dreamer_testing import QUICK
 
 import embodied.run
 from dreamerv3.agent import Agent
-from dreamerv3.cli import factories, scripts
+from dreamerv3.cli import factories
 from dreamerv3.cli.config import load_config, make_args
 from dreamerv3.main import main
 from embodied.checkpoint import Checkpoint
@@ -120,9 +120,8 @@ class TestPrograms:
 
 
 def use_envs(monkeypatch, make_env):
-    """Makes `--script train` use the environments of `make_env`."""
-    program = functools.partial(scripts.run_train, make=make_env)
-    monkeypatch.setitem(scripts.SCRIPTS, "train", program)
+    """Makes all programs use the environments of `make_env`."""
+    monkeypatch.setattr(factories, "make_env", make_env)
 
 
 class TestRefusals:
@@ -140,7 +139,7 @@ class TestRefusals:
         assert "jax.expect_devices: expected 7, got 1 cpu devices" in line
 
     def test_spaces_that_the_agent_cannot_take(self, tmp_path, capsys, monkeypatch):
-        def make_env(config, index):
+        def make_env(config, index, own=None):
             return Dummy("disc", size=(40, 40))
 
         use_envs(monkeypatch, make_env)
@@ -151,7 +150,7 @@ class TestRefusals:
     def test_errors_of_an_environment_keep_their_traceback(
         self, tmp_path, monkeypatch, capsys
     ):
-        def make_env(config, index):
+        def make_env(config, index, own=None):
             raise ValueError("a mistake of its author")
 
         use_envs(monkeypatch, make_env)

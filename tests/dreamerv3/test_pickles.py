@@ -281,6 +281,15 @@ BOMBS = {
     + b"\x85"
     + FLOAT
     + b"\x89C\x04abcdtb",
+    "empty shape": EMPTY
+    + b"(K\x01"
+    + b"\x8a\x08"
+    + SIZE.pack(2**40)
+    + b"\x8a\x08"
+    + SIZE.pack(2**40)
+    + b"K\x00\x87"
+    + FLOAT
+    + b"\x89C\x00tb",
     "laughs": laughs(),
     "nested": nested(100_000),
     "holds itself": b"]\x94h\x00a",
@@ -291,6 +300,7 @@ BOMBS = {
 REASONS = {
     "huge memo": "places to remember",
     "huge shape": "as large as its data",
+    "empty shape": "array is too big",
     "laughs": "as many values",
     "nested": "levels deep",
     "holds itself": "as many values",

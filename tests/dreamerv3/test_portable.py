@@ -61,7 +61,7 @@ def compare(logdir, step):
     obs = env.step({**nothing, "reset": np.bool_(True)})
     for index in range(STEPS):
         noise = draw(np.array([runner._seed, index], np.uint32))
-        inputs = {f"obs/{key}": obs[key][None] for key in known.obs_space}
+        inputs = {f"obs/{key}": obs[key][None] for key in known.seen}
         inputs |= carry | {"noise/state": noise["state"]}
         inputs |= {f"noise/action/{key}": x for key, x in noise["action"].items()}
         found = step({key: np.asarray(value) for key, value in inputs.items()})

@@ -195,6 +195,7 @@ def sized(n=2):
     [
         ([], (64, 64)),
         (["--env.gym.size", "48", "80"], (48, 80)),
+        (["--env.gym.size", "50", "70", "--random_agent", "True"], (50, 70)),
         (["--agent.enc.simple.mults", "1", "2"], (64, 64)),
     ],
 )

@@ -157,8 +157,12 @@ def test_the_last_row_of_a_long_file_is_found(tmp_path):
     assert curves.last_row(tmp_path / "none", "step") is None
 
 
+def find_published(run):
+    return presets.find_published(run.config, run.task)
+
+
 def test_the_published_curve_of_the_task_is_found(make_run):
-    published = presets.find_published(curves.read_run(make_run("a", SCORES)))
+    published = find_published(curves.read_run(make_run("a", SCORES)))
     assert published.suite == "atari100k"
     assert published.steps[[0, -1]].tolist() == [10_000, 100_000]
     assert published.mean[-1] == pytest.approx(79, abs=1)
@@ -169,7 +173,7 @@ def test_the_published_curve_of_the_task_is_found(make_run):
 
 def test_published_frames_become_agent_steps(make_run):
     run = curves.read_run(make_run("a", SCORES, flags=PROPRIO))
-    published = presets.find_published(run)
+    published = find_published(run)
     assert published.suite == "dmc_proprio"
     assert published.steps[-1] == 245_000
     assert (published.unit, published.per_step) == ("frames", 2)
@@ -177,21 +181,21 @@ def test_published_frames_become_agent_steps(make_run):
 
 def test_runs_are_compared_with_those_that_saw_the_task_the_same_way(make_run):
     run = curves.read_run(make_run("a", SCORES, flags=("--configs", "dmc_vision")))
-    assert presets.find_published(run).suite == "dmc_vision"
+    assert find_published(run).suite == "dmc_vision"
     both = ("--task", "dmc_walker_walk")
     run = curves.read_run(make_run("b", SCORES, flags=both))
-    assert presets.find_published(run) is None
+    assert find_published(run) is None
 
 
 def test_tasks_without_published_scores_have_no_curve(make_run):
     flags = ("--task", "gym_CartPole-v1")
     run = curves.read_run(make_run("a", SCORES, flags=flags))
-    assert presets.find_published(run) is None
+    assert find_published(run) is None
 
 
 def test_the_published_curve_of_another_task_can_be_chosen(make_run):
     run = curves.read_run(make_run("a", SCORES))
-    assert presets.find_published(run, "atari100k_pong").mean[-1] < 0
+    assert presets.find_published(run.config, "atari100k_pong").mean[-1] < 0
     assert "dmc_quadruped_run" in presets.published_tasks()
 
 

@@ -150,6 +150,22 @@ def test_runs_of_several_tasks_become_panels(make_run, tmp_path):
     assert count(right[100:], sizes[1]) > 200
 
 
+def test_the_picture_has_a_panel_for_every_task(make_run, tmp_path):
+    flags = [("--configs", "atari100k", "--task", f"atari100k_{x}") for x in "abcde"]
+    runs = [make_run(f"{i}", SCORES, flags=x) for i, x in enumerate(flags)]
+    with Image.open(plot.render(runs, tmp_path / "curves.png")) as image:
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    width, height = plot.PANEL
+    assert pixels.shape[:2] == (2 * height + plot.MARGIN, 3 * width)
+    panels = [
+        panel
+        for row in np.array_split(pixels[plot.MARGIN :], 2)
+        for panel in np.array_split(row, 3, axis=1)
+    ]
+    assert all(count(panel, plot.COLORS[0]) > 10 for panel in panels[:5])
+    assert (panels[5] == 255).all()
+
+
 def test_wildcards_find_runs_at_any_depth(make_run, tmp_path):
     runs = [make_run("runs/a", SCORES), make_run("runs/deep/b", SCORES, seed=1)]
     assert plot.find_runs(tmp_path / "runs/**") == runs
@@ -180,6 +196,11 @@ def test_the_program_plots_a_run_and_others(make_run, tmp_path):
 
 
 # Refusals.
+
+
+def test_without_runs_there_is_no_picture(tmp_path):
+    with pytest.raises(curves.PlotError, match="found none"):
+        plot.render([], tmp_path / "curves.png")
 
 
 def test_wildcards_without_a_run_are_refused(tmp_path, capsys):

@@ -52,7 +52,7 @@ def work(runs, start, slots=1, look=lambda: None):
 def test_all_run_and_leave_a_note_that_they_are_done(tmp_path):
     runs = make_runs(tmp_path, 3)
     todo, notes = work(runs, lambda run, slot: Ended(run), slots=2)
-    assert [queued.state for queued in todo.runs] == ["done"] * 3
+    assert [run.state for run in todo.runs] == ["done"] * 3
     for run in runs:
         content = json.loads((run.logdir / "done.json").read_text())
         assert (content["task"], content["step"]) == (run.task, STEPS)
@@ -91,7 +91,7 @@ def test_a_run_that_fails_is_tried_once_more_after_the_others(tmp_path):
     runs = make_runs(tmp_path, 3)
     todo, notes = work(runs, start)
     assert started == ["task_0", "task_1", "task_2", "task_0"]
-    assert [queued.state for queued in todo.runs] == ["failed", "done", "done"]
+    assert [run.state for run in todo.runs] == ["failed", "done", "done"]
     content = json.loads((runs[0].logdir / "failed.json").read_text())
     assert (content["exit"], content["step"]) == (1, 10)
     assert content["output"][-1] == "OSError: 5"
@@ -177,8 +177,8 @@ def test_the_time_left_follows_from_the_rates_of_what_runs(tmp_path, monkeypatch
     assert todo.seconds_left() is None
     todo._fill()
     now[0] += 10
-    for queued in todo.runs[:2]:
-        (queued.run.logdir / "metrics.jsonl").write_text('{"step": 100}\n')
+    for run in todo.runs[:2]:
+        (run.logdir / "metrics.jsonl").write_text('{"step": 100}\n')
     todo._update()
     # Two runs at 5 steps per second; 50 steps of each and two whole runs are left.
     assert todo.seconds_left() == pytest.approx(300 / 10)

@@ -6,15 +6,13 @@ import csv
 import dataclasses
 import io
 import json
-import sys
 
 import numpy as np
 import pytest
 from curve_testing import PROPRIO
-from PIL import Image
 
-from dreamerv3.suite import curve_plot, presets, score_table
-from dreamerv3.suite.curves import Curve, PlotError, read_run
+from dreamerv3.suite import presets, score_table
+from dreamerv3.suite.curves import Curve, read_run
 
 KRULL = ("--configs", "atari100k", "size12m", "--task", "atari100k_krull")
 POLE = ("--configs", "cartpole", "--run.steps", "1000")
@@ -157,35 +155,3 @@ def test_runs_that_have_no_episode_yet_are_named(make_run, tmp_path):
     assert len(problems) == 1 and str(logdir) in problems[0]
     score_table.write_tables(tmp_path / "suite", [], problems)
     assert str(logdir) in (tmp_path / "suite/table.md").read_text()
-
-
-# The picture.
-
-
-def test_the_picture_has_a_panel_for_every_task(make_run, tmp_path):
-    folder = tmp_path / "suite"
-    make_run("suite/boxing/seed0", every(20, 60.1))
-    make_run("suite/boxing/seed1", every(9, 84.1), seed=1)
-    make_run("suite/krull/seed0", every(5, 2665.5), flags=KRULL)
-    make_run("suite/pole/seed0", [(500, 20.0), (1000, 30.0)], flags=POLE)
-    curve_plot.draw_tasks(tasks_below(folder), folder / "curves.png")
-    with Image.open(folder / "curves.png") as image:
-        assert image.format == "PNG"
-        pixels = np.asarray(image.convert("RGB")).astype(int)
-    width, height = curve_plot.PANEL
-    assert pixels.shape[:2] == (height + curve_plot.MARGINS, 3 * width)
-    color = [int(curve_plot.COLORS[0][i : i + 2], 16) for i in (1, 3, 5)]
-    ours = (np.abs(pixels - color).max(-1) < 8)[curve_plot.MARGINS :]
-    for panel in np.array_split(ours, 3, axis=1):
-        assert panel.sum() > 10
-
-
-def test_without_matplotlib_or_runs_there_is_no_picture(
-    make_run, tmp_path, monkeypatch
-):
-    with pytest.raises(PlotError, match="found none"):
-        curve_plot.draw_tasks([], tmp_path / "curves.png")
-    make_run("suite/a", every(20, 1.0))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(PlotError, match=r"pip install 'dreamerv3-parallel\[plot\]'"):
-        curve_plot.draw_tasks(tasks_below(tmp_path / "suite"), tmp_path / "curves.png")
