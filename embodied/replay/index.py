@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from embodied.replay.chunkfiles import ChunkFiles
-from embodied.replay.chunks import Chunks, Schema, lazy_array
+from embodied.replay.chunks import Chunks, Schema
 from embodied.replay.selectors import Selector
 from embodied.replay.sizing import (
     INDEX_BYTES,
@@ -24,6 +24,7 @@ from embodied.replay.sizing import (
     chunks_per_worker,
     plan_sizes,
 )
+from embodied.replay.slots import SlotRing
 
 COUNTERS = (
     "inserts",
@@ -84,42 +85,6 @@ class Counters:
         """Continues from saved totals."""
         self._totals = collections.Counter({x: int(totals[x]) for x in COUNTERS})
         self._reported = self._totals.copy()
-
-
-class Items:
-    """The slots of all items, from the oldest to the newest, in a ring.
-
-    Args:
-      expected: number of items to make room for; the ring grows if there are more.
-    """
-
-    def __init__(self, expected: int):
-        self._ring = lazy_array((expected,), np.int32)
-        self._head = 0
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def append(self, slots: np.ndarray) -> None:
-        """Adds slots [n], the oldest first."""
-        if self._length + len(slots) > len(self._ring):
-            grown = lazy_array((2 * (self._length + len(slots)),), np.int32)
-            grown[: self._length] = self.oldest(self._length)
-            self._ring, self._head = grown, 0
-        end = self._head + self._length
-        self._ring[np.arange(end, end + len(slots)) % len(self._ring)] = slots
-        self._length += len(slots)
-
-    def oldest(self, amount: int) -> np.ndarray:
-        """Returns the oldest slots [amount] int64."""
-        where = np.arange(self._head, self._head + amount) % len(self._ring)
-        return self._ring[where].astype(np.int64)
-
-    def drop(self, amount: int) -> None:
-        """Removes the oldest slots."""
-        self._head = (self._head + amount) % len(self._ring)
-        self._length -= amount
 
 
 class Streams:
@@ -189,7 +154,7 @@ class Index:
         self.chunks = Chunks(
             schema, plan.chunksize, plan.chunks, selector.uses_priorities
         )
-        self.items = Items(plan.capacity + _SPARE_ITEMS)
+        self.items = SlotRing(plan.capacity + _SPARE_ITEMS)
         self.streams = Streams()
         self.files: dict[int, ChunkFiles] = {}  # What is on disk, by chunk number.
         self.counters = counters

@@ -1,4 +1,4 @@
-"""Sets, orders and sums over slots, which selectors are built from. Any process.
+"""Orders and sums over slots, which selectors are built from. Any process.
 
 A slot is a small integer that stands for an item of the replay buffer and is reused
 after the item is gone. All state is in arrays, without a Python object per slot. Arrays
@@ -12,131 +12,48 @@ from typing import Any
 
 import numpy as np
 
-MAX_SLOT = np.iinfo(np.int32).max - 1  # Slots and positions are stored as int32.
+from embodied.replay.chunks import lazy_array
+
 _SMALLEST = 64  # Initial length of arrays.
 
 
-def as_slots(slots: Any) -> np.ndarray:
-    """Returns slots as [n] int64, or raises ValueError if they are not slots."""
-    array = np.asarray(slots)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            "Expected slots as a vector of integers, got an array of shape "
-            f"{array.shape} and dtype {array.dtype}."
-        )
-    if array.size and (array.min() < 0 or array.max() > MAX_SLOT):
-        raise ValueError(
-            f"Expected slots from 0 to {MAX_SLOT}, got {array.min()} to {array.max()}."
-        )
-    return array.astype(np.int64, copy=False)
+class SlotRing:
+    """Slots from the oldest to the newest, found by rank; 4 bytes per slot.
 
-
-def _doubled(length: int, needed: int) -> int:
-    length = max(length, _SMALLEST)
-    while length < needed:
-        length *= 2
-    return length
-
-
-class Positions:
-    """Positions by slot; 4 bytes per slot."""
-
-    def __init__(self) -> None:
-        self._table = np.full(_SMALLEST, -1, np.int32)  # By slot; -1 means absent.
-
-    def contains(self, slots: np.ndarray) -> np.ndarray:
-        """Returns [n] bool: which of the slots are present."""
-        known = slots < len(self._table)
-        return known & (self._table[np.where(known, slots, 0)] >= 0)
-
-    def find(self, slots: np.ndarray) -> np.ndarray:
-        """Returns the positions [n] of slots that must be present."""
-        present = self.contains(slots)
-        if not present.all():
-            raise ValueError(f"Slot {slots[~present][0]} is not present.")
-        return self._table[slots].astype(np.int64)
-
-    def add(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Adds slots that must be absent, or raises and changes nothing."""
-        present = self.contains(slots)
-        if present.any():
-            raise ValueError(f"Slot {slots[present][0]} is present already.")
-        if slots.size and slots.max() >= len(self._table):
-            length = _doubled(len(self._table), int(slots.max()) + 1)
-            table = np.full(length, -1, np.int32)
-            table[: len(self._table)] = self._table
-            self._table = table
-        self._table[slots] = positions
-        if (twice := self._table[slots] != positions).any():
-            self._table[slots] = -1
-            raise ValueError(f"Slot {slots[twice][0]} was given twice.")
-
-    def pop(self, slots: np.ndarray) -> np.ndarray:
-        """Removes slots that must be present, or raises and changes nothing."""
-        positions = self.find(slots)
-        marks = -2 - np.arange(len(slots))
-        self._table[slots] = marks
-        if (twice := self._table[slots] != marks).any():
-            self._table[slots] = positions
-            raise ValueError(f"Slot {slots[twice][0]} was given twice.")
-        self._table[slots] = -1
-        return positions
-
-    def move(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Sets new positions of slots that are present."""
-        self._table[slots] = positions
-
-
-class SlotSet:
-    """A set whose members can be drawn by index; O(1) and 8 bytes per slot.
-
-    Members lie side by side in an array. When one is removed, the last one takes its
-    place, so the order is arbitrary, but the same after the same calls.
+    Args:
+      expected: number of slots to make room for; the ring grows if there are more.
     """
 
-    def __init__(self) -> None:
-        self._slots = np.zeros(_SMALLEST, np.int32)
+    def __init__(self, expected: int = _SMALLEST):
+        self._ring = lazy_array((expected,), np.int32)
+        self._head = 0
         self._length = 0
-        self._positions = Positions()
 
     def __len__(self) -> int:
         return self._length
 
-    def contains(self, slots: np.ndarray) -> np.ndarray:
-        """Returns [n] bool: which of the slots are members."""
-        return self._positions.contains(slots)
+    def append(self, slots: np.ndarray) -> None:
+        """Adds slots [n], the oldest first."""
+        if self._length + len(slots) > len(self._ring):
+            grown = lazy_array((2 * (self._length + len(slots)),), np.int32)
+            grown[: self._length] = self.oldest(self._length)
+            self._ring, self._head = grown, 0
+        end = self._head + self._length
+        self._ring[np.arange(end, end + len(slots)) % len(self._ring)] = slots
+        self._length += len(slots)
 
-    def require(self, slots: np.ndarray) -> None:
-        """Raises ValueError unless all slots are members."""
-        self._positions.find(slots)
+    def at(self, ranks: np.ndarray) -> np.ndarray:
+        """Returns the slots [n] int64 at ranks below the length; 0 is the oldest."""
+        return self._ring[(self._head + ranks) % len(self._ring)].astype(np.int64)
 
-    def at(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the members [n] int64 at indices below the length."""
-        return self._slots[indices].astype(np.int64)
+    def oldest(self, amount: int) -> np.ndarray:
+        """Returns the oldest slots [amount] int64."""
+        return self.at(np.arange(amount))
 
-    def insert(self, slots: np.ndarray) -> None:
-        """Adds slots that must not be members."""
-        end = self._length + len(slots)
-        self._positions.add(slots, np.arange(self._length, end))
-        if end > len(self._slots):
-            grown = np.zeros(_doubled(len(self._slots), end), np.int32)
-            grown[: self._length] = self._slots[: self._length]
-            self._slots = grown
-        self._slots[self._length : end] = slots
-        self._length = end
-
-    def remove(self, slots: np.ndarray) -> None:
-        """Removes slots that must be members."""
-        positions = self._positions.pop(slots)
-        end = self._length - len(slots)
-        # As many holes are left before the new end as members remain behind it.
-        holes = positions[positions < end]
-        stays = np.ones(len(slots), bool)
-        stays[positions[positions >= end] - end] = False
-        movers = self._slots[end : self._length][stays]
-        self._slots[holes] = movers
-        self._positions.move(movers, holes)
-        self._length = end
+    def drop(self, amount: int) -> None:
+        """Removes the oldest slots."""
+        self._head = (self._head + amount) % len(self._ring)
+        self._length -= amount
 
 
 class SumTree:
@@ -165,14 +82,12 @@ class SumTree:
         """The sum of all numbers."""
         return self._total
 
-    def __getitem__(self, indices: Any) -> np.ndarray:
-        return self._levels[0][indices]
-
     def reserve(self, length: int) -> None:
         """Makes room for indices below `length`; new numbers are zero."""
         old = self._levels[0]
         if length > len(old):
-            leaves = np.zeros(self._padded(_doubled(len(old), length)), old.dtype)
+            doubled = max(length, 2 * len(old))
+            leaves = np.zeros(self._padded(doubled), old.dtype)
             leaves[: len(old)] = old
             self._levels = self._build(leaves)
 
@@ -208,17 +123,6 @@ class SumTree:
             nodes = nodes * self._branching + child
         return nodes
 
-    def before(self, indices: np.ndarray) -> np.ndarray:
-        """Returns [n]: for each index, the sum of the numbers before it."""
-        total = np.zeros(len(indices), self._sum_dtype)
-        for level in self._levels:
-            groups, child = np.divmod(indices, self._branching)
-            ends = self._running(level, groups)
-            rows = np.arange(len(indices))
-            total += np.where(child > 0, ends[rows, child - 1], 0)
-            indices = groups
-        return total
-
     def _running(self, level: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Returns the running sums [n, branching] inside groups of neighbours."""
         children = level.reshape(-1, self._branching)[groups]
@@ -235,56 +139,3 @@ class SumTree:
 
     def _padded(self, length: int) -> int:
         return -(-length // self._branching) * self._branching
-
-
-class InsertionOrder:
-    """Slots from the oldest to the newest, found by rank; about 10 bytes per slot.
-
-    A new slot goes to the end of an array, a removed one leaves a gap there. A tree
-    of counts skips the gaps, so any slot is removed and any rank found in O(log n).
-    When the array is full its gaps are closed, and if fewer than a quarter were gaps
-    it also grows, which costs O(1) per insert on average.
-    """
-
-    def __init__(self) -> None:
-        self._slots = np.zeros(_SMALLEST, np.int32)
-        self._end = 0
-        self._counts = SumTree(dtype=np.uint8)  # 1 at a slot, 0 at a gap.
-        self._positions = Positions()
-
-    def __len__(self) -> int:
-        return int(self._counts.total)
-
-    def at(self, ranks: np.ndarray) -> np.ndarray:
-        """Returns the slots [n] int64 at ranks below the length; 0 is the oldest."""
-        return self._slots[self._counts.find(ranks)].astype(np.int64)
-
-    def ranks(self, slots: np.ndarray) -> np.ndarray:
-        """Returns the ranks [n] of slots that must be present."""
-        return self._counts.before(self._positions.find(slots))
-
-    def insert(self, slots: np.ndarray) -> None:
-        """Adds slots that must be absent, the oldest first."""
-        if self._end + len(slots) > len(self._slots):
-            self._close_gaps(len(slots))
-        positions = np.arange(self._end, self._end + len(slots))
-        self._positions.add(slots, positions)
-        self._slots[positions] = slots
-        self._counts.update(positions, 1)
-        self._end += len(slots)
-
-    def remove(self, slots: np.ndarray) -> None:
-        """Removes slots that must be present."""
-        self._counts.update(self._positions.pop(slots), 0)
-
-    def _close_gaps(self, extra: int) -> None:
-        slots = self._slots[: self._end][self._counts[: self._end] > 0]
-        needed = -(-(len(slots) + extra) * 4 // 3)
-        self._slots = np.zeros(_doubled(len(self._slots), needed), np.int32)
-        self._slots[: len(slots)] = slots
-        self._end = len(slots)
-        positions = np.arange(self._end)
-        self._positions.move(slots, positions)
-        self._counts = SumTree(dtype=np.uint8)
-        self._counts.reserve(len(self._slots))
-        self._counts.update(positions, 1)
