@@ -50,23 +50,17 @@ logger = logging.getLogger("embodied.checkpoint")
 class Cut(Protocol):
     """State of one moment that writes files of its own, such as that of a replay."""
 
-    def write(self) -> SavedCut:
-        """Writes the files."""
-
-    def close(self) -> None:
-        """Frees what the cut holds. May be called more than once."""
-
-
-class SavedCut(Protocol):
-    """The files of a cut, to be committed or discarded."""
-
-    data: Tree  # The rest of the state.
+    def write(self) -> Tree:
+        """Writes the files, and returns the rest of the state."""
 
     def records(self, root: Root) -> list[FileRecord]:
         """Returns the records of the files, relative to the root."""
 
+    def close(self) -> None:
+        """Frees what the cut holds. May be called more than once."""
+
     def discard(self) -> None:
-        """Removes the files."""
+        """Removes the files that were written, because they were not committed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,7 +413,7 @@ class PartWriter:
         self._checkpoint = checkpoint
         self._suffix = suffix
         self._tag = ""
-        self._saved: list[SavedCut] = []  # Written under that tag.
+        self._saved: list[Cut] = []  # Written under that tag.
         self._warned = False  # Whether the disk's room for `keep` has been checked.
 
     def write(self, tag: str, states: Mapping[str, Tree | Cut]) -> list[FileRecord]:
@@ -444,11 +438,11 @@ class PartWriter:
                 for name, state in states.items():
                     if isinstance(state, Cut):
                         # Closed early, so that waiting inserts go on.
-                        with contextlib.closing(state):
-                            saved = state.write()
-                        self._saved.append(saved)
-                        records += saved.records(self._checkpoint.root)
-                        state = saved.data
+                        cut = state
+                        with contextlib.closing(cut):
+                            state = cut.write()
+                        self._saved.append(cut)
+                        records += cut.records(self._checkpoint.root)
                     name += self._suffix
                     parts += self._checkpoint.write_part(tag, name, state)
         except BaseException:

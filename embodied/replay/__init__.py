@@ -13,13 +13,12 @@ how much; `writer` saves `chunkfiles`, `catalog` finds them and `reader` loads t
 from embodied.replay import limiters, selectors
 from embodied.replay.buffer import Replay
 from embodied.replay.sizing import ReplayMemoryError
-from embodied.replay.writer import ReplayCut, SavedReplay
+from embodied.replay.writer import ReplayCut
 
 __all__ = [
     "Replay",
     "ReplayCut",
     "ReplayMemoryError",
-    "SavedReplay",
     "limiters",
     "selectors",
 ]

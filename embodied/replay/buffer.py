@@ -31,7 +31,7 @@ from typing import Any, Literal
 import numpy as np
 
 from embodied.base import Tree
-from embodied.replay.catalog import find_chunks, require_latents
+from embodied.replay.catalog import find_chunks
 from embodied.replay.chunkfiles import ChunkFolder
 from embodied.replay.chunks import (
     STEPID,
@@ -274,7 +274,7 @@ class Replay:
             next save writes what is missing.
         """
         with self.cut() as cut:
-            return cut.write().data
+            return cut.write()
 
     def cut(self) -> ReplayCut:
         """Decides which steps belong to a save; later steps do not.
@@ -335,8 +335,7 @@ class Replay:
         folder = self._folder if directory is None else ChunkFolder(directory)
         own = bool(folder and self._folder and folder.path == self._folder.path)
         with self._saving, self._writing:
-            found = find_chunks(data, folder, self._settings.context)
-            require_latents(found, self._settings.context, self._settings.name)
+            found = find_chunks(data, folder, self._settings)
             index, slots = None, np.zeros(0, np.int64)
             if folder is not None and found.schema is not None:
                 index = self._make_index(found.schema)

@@ -1,7 +1,7 @@
 """Saves a buffer: decides what a save contains, writes what is new. Replay's process.
 
     with writer.cut(index, counters, context, held) as cut:   # Takes the index lock.
-      saved = cut.write()                                     # May take minutes.
+      data = cut.write()                                      # May take minutes.
 
 Which steps belong to a save is decided under the index lock; then they are written,
 from pinned memory, while inserts and samples continue. Latents are copied under their
@@ -186,7 +186,8 @@ class ReplayCut:
     """The steps that belong to a save. Call `write`, and in any case `close`.
 
     Inserts (unless `save_wait`), samples and updates continue meanwhile; other saves of
-    the buffer wait until it is closed.
+    the buffer wait until it is closed. What was written may then be committed, or
+    discarded.
     """
 
     def __init__(
@@ -203,6 +204,7 @@ class ReplayCut:
         self._chunks = chunks
         self._held = held
         self._pinned = set() if chunks is None else set(chunks.grown.tolist())
+        self._files: list[ChunkFile] = []  # All that the save needs, once written.
 
     def __enter__(self) -> Self:
         return self
@@ -216,10 +218,11 @@ class ReplayCut:
             with self._writer.changed:
                 self._index.unpin(np.array(sorted(self._pinned), np.int64))
         self._pinned = set()
+        self._chunks = None
         self._held.close()
 
-    def write(self) -> SavedReplay:
-        """Writes new data, and returns the save with the list of all its files.
+    def write(self) -> Tree:
+        """Writes new data, and returns what `Replay.load` needs.
 
         Raises:
           CheckpointError: writing failed, for example because the disk is full. The
@@ -227,18 +230,44 @@ class ReplayCut:
         """
         index, chunks, writer = self._index, self._chunks, self._writer
         if index is None or chunks is None:
-            return SavedReplay(self._state, [], writer, index)
+            return self._state
         # First, since it may need the room of files that a failed save has left.
         writer.remove_unlisted([x for y in chunks.files for x in y.steps + y.latents])
         data = self._state | chunks.tables(index)
         jobs = self._jobs(data, chunks)
         self._write_steps(index, [x for x in jobs if x.number in self._pinned])
         self._write_latents(index, jobs)
-        files = [file for x in jobs for file in x.files.needed]
-        data["files"] = pack_files(files, [x.file.chunk for x in jobs])
-        writer.remove_unlisted(files)
+        self._files = [file for x in jobs for file in x.files.needed]
+        data["files"] = pack_files(self._files, [x.file.chunk for x in jobs])
+        writer.remove_unlisted(self._files)
         writer.unlisted.clear()
-        return SavedReplay(data, files, writer, index)
+        return data
+
+    def records(self, root: str | os.PathLike[str]) -> list[FileRecord]:
+        """Returns the records of all files that were written or are needed.
+
+        Args:
+          root: folder that their paths are relative to.
+        """
+        folder = self._writer.folder
+        return [] if folder is None else folder.records(self._files, root)
+
+    def discard(self) -> None:
+        """Removes the files that this save wrote, because it was not committed."""
+        writer, number = self._writer, self._state["save"]
+        if writer.folder is None or self._index is None:
+            return
+        with writer.saving:
+            for file in self._files:
+                if file.save == number:
+                    writer.folder.remove(file)
+            with writer.changed:
+                every = list(self._index.files.values())
+            for files in every:
+                kept = [x for x in files.steps if x.save != number]
+                fresh = [x for x in files.latents if x.save != number]
+                if (kept, fresh) != (files.steps, files.latents):
+                    files.steps, files.latents, files.stamp = kept, fresh, 0
 
     def _jobs(self, data: dict[str, Any], chunks: _CutChunks) -> list[_Job]:
         """Returns one job per chunk; those of chunks that did not grow are empty."""
@@ -348,47 +377,3 @@ class ReplayCut:
             with changed:
                 index.unpin(pin)
         return file, stamp
-
-
-class SavedReplay:
-    """A save that was written, and may be committed or discarded.
-
-    Attributes:
-      data: what `Replay.load` needs.
-    """
-
-    def __init__(
-        self,
-        data: Tree,
-        files: list[ChunkFile],
-        writer: ReplayWriter,
-        index: Index | None,
-    ):
-        self.data = data
-        self._files = files
-        self._writer = writer
-        self._index = index
-
-    def records(self, root: str | os.PathLike[str]) -> list[FileRecord]:
-        """Returns the records to commit: all files of the save, relative to `root`."""
-        folder = self._writer.folder
-        return [] if folder is None else folder.records(self._files, root)
-
-    def discard(self) -> None:
-        """Removes the files that this save wrote, because it was not committed."""
-        folder, number = self._writer.folder, self.data["save"]
-        if folder is None:
-            return
-        with self._writer.saving:
-            for file in self._files:
-                if file.save == number:
-                    folder.remove(file)
-            if self._index is None:
-                return
-            with self._writer.changed:
-                every = list(self._index.files.values())
-            for files in every:
-                kept = [x for x in files.steps if x.save != number]
-                fresh = [x for x in files.latents if x.save != number]
-                if (kept, fresh) != (files.steps, files.latents):
-                    files.steps, files.latents, files.stamp = kept, fresh, 0

@@ -59,9 +59,9 @@ def save_until_killed(root):
         spans[-1][1] += 7
         replay.update(make_update(replay.sample(4), count))
         tag = checkpoint.new_tag()
-        saved = write_save(replay)
-        records = checkpoint.write_part(tag, "replay", saved.data)
-        records += saved.records(root)
+        data, cut = write_save(replay)
+        records = checkpoint.write_part(tag, "replay", data)
+        records += cut.records(root)
         checkpoint.commit(tag, records, {"spans": spans})
         print(spans[-1][1], flush=True)
 
