@@ -102,8 +102,7 @@ class HashedReader:
     """
 
     def __init__(self, root: Root, path: str):
-        self._path = path
-        target = locate(root, path)
+        target = self.path = locate(root, path)
         try:
             # Opening a pipe would wait for a writer, so check the file type first.
             if not stat.S_ISREG(target.stat().st_mode):
@@ -123,6 +122,11 @@ class HashedReader:
     def __exit__(self, *exception: object) -> None:
         self._file.close()
 
+    @property
+    def digest(self) -> str:
+        """The digest of what was read."""
+        return DIGEST_PREFIX + self._hash.hexdigest()
+
     def fill(self, view: memoryview) -> None:
         """Reads the next bytes, as many as `view` (of format 'B') holds."""
         start = 0
@@ -131,10 +135,10 @@ class HashedReader:
             try:
                 count = self._file.readinto(part)
             except OSError as error:
-                raise CheckpointError(f"Cannot read {self._path}: {error}.") from error
+                raise CheckpointError(f"Cannot read {self.path}: {error}.") from error
             if not count:
                 raise CheckpointError(
-                    f"{self._path} is truncated: it ends after {self._done} bytes."
+                    f"{self.path} is truncated: it ends after {self._done} bytes."
                 )
             self._hash.update(part[:count])
             self._done += count
@@ -144,16 +148,15 @@ class HashedReader:
         """Reads the rest of the file; raises unless size and digest match `record`."""
         if self.size != record.size:
             raise CheckpointError(
-                f"{self._path} is damaged: it has {self.size} bytes, "
+                f"{self.path} is damaged: it has {self.size} bytes, "
                 f"expected {record.size}."
             )
         rest = memoryview(bytearray(min(_SLICE, self.size - self._done)))
         while self._done < self.size:
             self.fill(rest[: self.size - self._done])
-        found = DIGEST_PREFIX + self._hash.hexdigest()
-        if found != record.digest:
+        if self.digest != record.digest:
             raise CheckpointError(
-                f"{self._path} is damaged: its digest is {found}, "
+                f"{self.path} is damaged: its digest is {self.digest}, "
                 f"expected {record.digest}."
             )
 

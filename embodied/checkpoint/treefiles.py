@@ -34,12 +34,12 @@ _MAX_DIMENSIONS = 32
 _MAX_INTEGER = 1 << 63
 
 # Extension types have no byte order, so their names identify them.
-_EXTENSIONS = {
+EXTENSIONS = {
     np.dtype(kind).name: np.dtype(kind)
     for kind in vars(ml_dtypes).values()
     if isinstance(kind, type) and issubclass(kind, np.generic)
 }
-_DTYPES = _EXTENSIONS | {
+_DTYPES = EXTENSIONS | {
     text: np.dtype(text)
     for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
     for text in (
@@ -229,7 +229,7 @@ def _decode(node: Any, arrays: list[np.ndarray]) -> Tree:
 
 
 def _dtype_code(dtype: np.dtype, where: str) -> str:
-    code = dtype.name if dtype.name in _EXTENSIONS else dtype.str
+    code = dtype.name if dtype.name in EXTENSIONS else dtype.str
     if _DTYPES.get(code) != dtype:
         raise CheckpointError(
             f"Cannot save {where}: expected a dtype that is bool, integer, float, "
@@ -263,7 +263,7 @@ def _safetensors_header(table: Table) -> tuple[bytes, int]:
         dtype = _DTYPES[code]
         little = dtype.newbyteorder("<").str
         stored = list(shape)
-        if code in _EXTENSIONS or little not in _SAFETENSORS:
+        if code in EXTENSIONS or little not in _SAFETENSORS:
             label = _UNSIGNED.get(dtype.itemsize, "U8")
             stored += [] if dtype.itemsize in _UNSIGNED else [dtype.itemsize]
         else:

@@ -2,9 +2,9 @@
 
 Threads. Any thread may call any method. Four locks, taken in this order:
 
-- `_saving`: allows one save, load, clean or clear at a time.
+- `_saving`: allows one save, load or clean at a time.
 - `_writing`: serialises inserts, and guards the rows that are reserved but not yet
-  published. `load` and `clear` hold it while they replace the index.
+  published. `load` holds it while it replaces the index.
 - `_latents`: guards the contents of published latents, which are read and refreshed in
   place, so that no reader sees a half-written row.
 - `_changed`, the index lock: guards chunks, streams, items, selector and counters. It
@@ -47,7 +47,6 @@ from embodied.replay.sizing import ReplaySettings
 from embodied.replay.writer import ReplayCut, ReplayWriter
 
 Batch = dict[str, np.ndarray]
-Output = Callable[[dict[str, tuple[np.dtype, tuple[int, ...]]]], Batch]
 Workers = Sequence[int] | np.ndarray
 
 MODES = ("train", "report", "eval")
@@ -196,16 +195,13 @@ class Replay:
             if self._index is not None:
                 self._index.abandon(worker)
 
-    def sample(
-        self, batch: int, mode: str = "train", *, out: Output | None = None
-    ) -> Batch:
+    def sample(self, batch: int, mode: str = "train") -> Batch:
         """Returns sequences [B, length, ...] by key, with `stepid`: [B, length, 20].
 
         Args:
           batch: number of sequences.
           mode: 'train' takes from the online queue and lets the selector record what
             it has drawn; 'report' and 'eval' change neither.
-          out: called with {key: (dtype, shape)}; returns the arrays to write into.
 
         Raises:
           LookupError: there is no full sequence yet.
@@ -228,7 +224,7 @@ class Replay:
             trained = batch if mode == "train" else 0
             self._counters.add(samples=batch, train_samples=trained)
         try:
-            return self._copy_sequences(index, slots, out)
+            return self._copy_sequences(index, slots)
         finally:
             with self._changed:
                 index.unpin(starts)
@@ -257,12 +253,6 @@ class Replay:
             now = dict.fromkeys(STATE, 0) if index is None else index.state()
             return now | self._counters.report(self._settings.length)
 
-    def clear(self) -> None:
-        """Drops all steps and their schema; files are kept."""
-        with self._saving, self._writing, self._changed:
-            self._empty_selector()
-            self._index = None
-
     def save(self) -> Tree:
         """Writes new data to the directory, and returns what `load` needs.
 
@@ -286,8 +276,8 @@ class Replay:
             stack.enter_context(self._saving)
             if self._save_wait:
                 stack.enter_context(self._writing)
-            # The index can be read without its lock: `load` and `clear` wait for
-            # `_saving`, and of the inserts only the first one sets it.
+            # The index can be read without its lock: `load` waits for `_saving`, and
+            # of the inserts only the first one sets it.
             return self._writer.cut(
                 self._index, self._counters, self._settings.context, stack
             )
@@ -343,7 +333,9 @@ class Replay:
             if own:
                 self._writer.resume(found.save)
             with self._changed:
-                self._empty_selector()
+                if self._index is not None:
+                    items = self._index.items
+                    self._selector.remove(items.oldest(len(items)))
                 self._index = index
                 self._counters.load(found.counters)
                 # Else every resume would draw as the first start has drawn.
@@ -366,13 +358,10 @@ class Replay:
         with self._changed:
             index.publish(streams, rows)
 
-    def _copy_sequences(
-        self, index: Index, slots: np.ndarray, out: Output | None
-    ) -> Batch:
+    def _copy_sequences(self, index: Index, slots: np.ndarray) -> Batch:
         """Returns the sequences that begin at pinned slots [n]."""
         chunks, schema = index.chunks, index.schema
-        fields = schema.outputs(len(slots), index.length)
-        batch = _empty_arrays(fields) if out is None else out(fields)
+        batch = schema.empty_batch(len(slots), index.length)
         rows = chunks.expand(slots, index.length)
         for key in schema.fields:
             if key not in schema.latents:
@@ -403,7 +392,7 @@ class Replay:
             with self._changed:
                 index.updates += 1
                 index.chunks.refreshed[chunks] = index.updates
-                # The selector belongs to another index after `load` or `clear`.
+                # The selector belongs to another index after `load`.
                 if update.priorities is not None and index is self._index:
                     index.prioritize(rows, update.priorities[present])
                 index.unpin(chunks)
@@ -413,10 +402,6 @@ class Replay:
         return Index(
             schema, self._settings, self._selector, self._changed, self._counters
         )
-
-    def _empty_selector(self) -> None:
-        if self._index is not None:
-            self._selector.remove(self._index.items.oldest(len(self._index.items)))
 
 
 def _as_workers(workers: Workers) -> list[int]:
@@ -428,7 +413,3 @@ def _as_workers(workers: Workers) -> list[int]:
             f"{array.dtype} of shape {array.shape}."
         )
     return array.tolist()
-
-
-def _empty_arrays(fields: dict[str, tuple[np.dtype, tuple[int, ...]]]) -> Batch:
-    return {key: np.empty(shape, dtype) for key, (dtype, shape) in fields.items()}

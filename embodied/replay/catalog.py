@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -180,7 +181,7 @@ def _saved_chunks(data: Tree) -> list[SavedChunk]:
         np.cumsum(np.bincount(order, minlength=len(steps)))[:-1],
     )
     # Files may lack the newest ones: they are written with latents, up to a limit.
-    priorities: list[np.ndarray | None] = [None] * len(steps)
+    priorities: Sequence[np.ndarray | None] = [None] * len(steps)
     if (saved := data.get("priorities")) is not None:
         priorities = np.split(saved, np.cumsum(steps)[:-1])
     chunks = []

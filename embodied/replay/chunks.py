@@ -26,9 +26,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
+from embodied.checkpoint.treefiles import EXTENSIONS
 from embodied.replay.sizing import ReplayMemoryError
 
 LOG_PREFIX = "log/"
@@ -51,11 +51,6 @@ _CONTEXT_HINT = (
     " Steps that were loaded have no latents if they are from a run with "
     "replay_context 0: use that again, or another logdir."
 )
-_EXTENSIONS = {
-    np.dtype(kind)
-    for kind in vars(ml_dtypes).values()
-    if isinstance(kind, type) and issubclass(kind, np.generic)
-}
 
 
 def is_latent(key: str) -> bool:
@@ -64,7 +59,7 @@ def is_latent(key: str) -> bool:
 
 
 def _is_float(dtype: np.dtype) -> bool:
-    return dtype.kind == "f" or dtype in _EXTENSIONS
+    return dtype.kind == "f" or dtype.name in EXTENSIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,19 +192,14 @@ class Schema:
             priorities = priorities.reshape(amount)
         return StepUpdate(stepids.reshape(amount, STEPID_BYTES), latents, priorities)
 
-    def outputs(
-        self, batch: int, length: int
-    ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """Returns dtype and shape of every key of a sampled batch."""
-        fields = {
-            key: (
-                field.dtype,
-                (batch, self.context if is_latent(key) else length, *field.shape),
-            )
-            for key, field in self.fields.items()
-        }
-        fields[STEPID] = (np.dtype(np.uint8), (batch, length, STEPID_BYTES))
-        return fields
+    def empty_batch(self, batch: int, length: int) -> dict[str, np.ndarray]:
+        """Returns uninitialised arrays for the keys of a sampled batch."""
+        arrays = {}
+        for key, field in self.fields.items():
+            steps = self.context if is_latent(key) else length
+            arrays[key] = np.empty((batch, steps, *field.shape), field.dtype)
+        arrays[STEPID] = np.empty((batch, length, STEPID_BYTES), np.uint8)
+        return arrays
 
     def to_json(self) -> list[list[Any]]:
         """Returns the fields as plain values."""
@@ -453,7 +443,7 @@ def _check_storable(field: Field) -> None:
     # NumPy's own dtypes need not have `isbuiltin` 1: it is 0 for unpickled ones.
     plain = field.dtype.isbuiltin != 2 and field.dtype.kind in "biuf"
     plain = plain and field.dtype.isnative
-    if field.dtype.itemsize > 8 or not (plain or field.dtype in _EXTENSIONS):
+    if field.dtype.itemsize > 8 or not (plain or field.dtype.name in EXTENSIONS):
         raise ValueError(
             f"Expected {field.key} as bool, integer or float of at most 8 bytes in "
             f"native byte order, got dtype {field.dtype}. Convert it first."

@@ -67,7 +67,8 @@ def test_the_sums_depend_on_the_numbers_only_and_not_on_how_they_came():
 
 
 @given(
-    expected=st.integers(1, 100), rounds=st.lists(st.integers(0, 2**32 - 1), max_size=12)
+    expected=st.integers(1, 100),
+    rounds=st.lists(st.integers(0, 2**32 - 1), max_size=12),
 )
 @settings(max_examples=30)
 def test_a_ring_agrees_with_a_list(expected, rounds):
