@@ -127,6 +127,16 @@ class HashedReader:
         """The digest of what was read."""
         return DIGEST_PREFIX + self._hash.hexdigest()
 
+    def read(self) -> bytes:
+        """Returns the whole file."""
+        try:
+            data = self._file.readall()
+        except OSError as error:
+            raise CheckpointError(f"Cannot read {self.path}: {error}.") from error
+        self._hash.update(data)
+        self._done = len(data)
+        return data
+
     def fill(self, view: memoryview) -> None:
         """Reads the next bytes, as many as `view` (of format 'B') holds."""
         start = 0
@@ -204,11 +214,10 @@ def temporary_beside(target: Path) -> Path:
     return target.with_name(f".{secrets.token_hex(8)}.partial-save")
 
 
-def read_file(root: Root, path: str, record: FileRecord | None = None) -> bytearray:
+def read_file(root: Root, path: str, record: FileRecord | None = None) -> bytes:
     """Returns the contents of a file, checked against `record` if given."""
     with HashedReader(root, path) as reader:
-        data = bytearray(reader.size)
-        reader.fill(memoryview(data))
+        data = reader.read()
         if record is not None:
             reader.check(record)
     return data
@@ -225,7 +234,7 @@ def seal(content: Any) -> bytes:
     return b'{"digest":"%s","content":%s}' % (digest.encode(), text)
 
 
-def unseal(path: str, data: bytes | bytearray) -> Any:
+def unseal(path: str, data: bytes) -> Any:
     """Returns the content given to `seal`; `path` names the file in errors."""
     sealed = re.fullmatch(
         rb'\{"digest":"(sha256:[0-9a-f]{64})","content":(.*)\}', data, re.DOTALL
@@ -233,7 +242,7 @@ def unseal(path: str, data: bytes | bytearray) -> Any:
     if not sealed:
         raise CheckpointError(
             f"{path} is damaged: expected a JSON object with digest and content, "
-            f"got {bytes(data[:40])!r}."
+            f"got {data[:40]!r}."
         )
     found = DIGEST_PREFIX + hashlib.sha256(sealed[2]).hexdigest()
     if found.encode() != sealed[1]:

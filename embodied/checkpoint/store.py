@@ -113,7 +113,7 @@ class Manifest:
         )
 
     @classmethod
-    def from_bytes(cls, path: str, data: bytes | bytearray) -> Manifest:
+    def from_bytes(cls, path: str, data: bytes) -> Manifest:
         """Returns the manifest that `to_bytes` encoded; `path` is named in errors."""
         content = unseal(path, data)
         try:
@@ -180,7 +180,7 @@ class ManifestFiles:
         return [readable[tag] for tag in sorted(readable, reverse=True)], damaged
 
     def _parse(self, path: str) -> Manifest:
-        data = bytes(read_file(self._root, path))
+        data = read_file(self._root, path)
         before = self._parsed.get(path)
         if before is None or before[0] != data:
             before = self._parsed[path] = (data, Manifest.from_bytes(path, data))

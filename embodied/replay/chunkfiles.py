@@ -156,11 +156,10 @@ class ChunkFolder:
                     f"{stored.path} is damaged: expected at most {limit} bytes, got "
                     f"{stored.size}."
                 )
-            data = bytearray(stored.size)
-            stored.fill(memoryview(data))
+            data = stored.read()
             if file.digest:
                 stored.check(FileRecord(file.name, file.size, file.digest))
-            file = dataclasses.replace(file, size=stored.size, digest=stored.digest)
+            file = dataclasses.replace(file, size=len(data), digest=stored.digest)
         try:
             return decode(data, limit), file
         except CheckpointError as error:
@@ -273,7 +272,7 @@ def unpack_order(packed: np.ndarray, steps: int) -> np.ndarray:
     return np.frombuffer(decompress(packed.tobytes(), 4 * steps), "<i4")
 
 
-def decompress(data: bytes | bytearray, limit: int) -> bytes:
+def decompress(data: bytes, limit: int) -> bytes:
     """Returns the contents of a zstd frame.
 
     Raises:
@@ -299,7 +298,7 @@ def encode(
     return data
 
 
-def decode(data: bytes | bytearray, limit: int) -> dict[str, np.ndarray]:
+def decode(data: bytes, limit: int) -> dict[str, np.ndarray]:
     """Returns the arrays of a file's contents.
 
     Args:
@@ -314,7 +313,7 @@ def decode(data: bytes | bytearray, limit: int) -> dict[str, np.ndarray]:
             data = decompress(data, limit)
         length = int.from_bytes(data[:8], "little")
         metadata = _parse_header(data[8 : 8 + length])
-        arrays = safetensors.numpy.load(bytes(data))
+        arrays = safetensors.numpy.load(data)
     except (
         ValueError,
         LookupError,
@@ -328,7 +327,7 @@ def decode(data: bytes | bytearray, limit: int) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _parse_header(header: bytes | bytearray) -> dict[str, Any]:
+def _parse_header(header: bytes) -> dict[str, Any]:
     metadata = json.loads(json.loads(header)["__metadata__"][_METADATA])
     if not isinstance(metadata, dict):
         raise ValueError("its metadata is no object")
