@@ -2,9 +2,9 @@
 
     python -m benchmarks.replay [--quick]
 
-Both sides copy sequences from anywhere in a buffer, the replay into new arrays, and steps
-into a buffer that is full. They take turns, and the median of the ratios counts, so that
-a noisy machine disturbs both.
+Both sides copy sequences from anywhere in a buffer, the replay into new arrays, and
+steps into a buffer that is full. They take turns, and the median of the ratios counts,
+so that a noisy machine disturbs both.
 """
 
 from __future__ import annotations

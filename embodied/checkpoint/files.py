@@ -73,24 +73,20 @@ class FileRecord:
                 f"A file record has the fields {', '.join(_RECORD_FIELDS)}, got "
                 f"{data!r:.200}."
             )
-        record = cls(**data)
-        record.check()
-        return record
-
-    def check(self) -> None:
-        """Raises CheckpointError unless every field is valid."""
         for name, kind in _RECORD_FIELDS.items():
-            if type(getattr(self, name)) is not kind:
+            if type(data[name]) is not kind:
                 raise CheckpointError(
                     f"A file record expected {kind.__name__} as {name}, "
-                    f"got {getattr(self, name)!r:.200}."
+                    f"got {data[name]!r:.200}."
                 )
-        check_path(self.path)
-        if self.size < 0 or not _DIGEST.fullmatch(self.digest):
+        record = cls(**data)
+        check_path(record.path)
+        if record.size < 0 or not _DIGEST.fullmatch(record.digest):
             raise CheckpointError(
                 "A file record expected a size of at least 0 and a digest like "
-                f"{DIGEST_PREFIX}…, got {self.size} and {self.digest!r:.100}."
+                f"{DIGEST_PREFIX}…, got {record.size} and {record.digest!r:.100}."
             )
+        return record
 
 
 class HashedReader:
@@ -352,18 +348,17 @@ def delete(root: Root, path: str) -> bool:
     return True
 
 
-def require_space(folder: Root, needed: int, spare: int | None = None) -> None:
-    """Raises unless the disk has room for `needed` bytes and `spare` more.
+def require_space(folder: Root, needed: int) -> None:
+    """Raises unless the disk has room for `needed` bytes and some more.
 
-    By default `spare` is a share of `needed` (at least 1 MB), so that small disks can
+    What must stay free is a share of `needed` (at least 1 MB), so that small disks can
     be used, too.
 
     Raises:
       DiskTooSmallError: the disk would be too small even if it were empty.
       CheckpointError: the disk has too little free space at present.
     """
-    if spare is None:
-        spare = max(_SPARE_BYTES, int(_SPARE_SHARE * needed))
+    spare = max(_SPARE_BYTES, int(_SPARE_SHARE * needed))
     usage = disk_usage(folder)
     words = f"a part of the checkpoint needs {_megabytes(needed)}, and "
     words += f"{_megabytes(spare)} must stay free"

@@ -55,12 +55,7 @@ _SAFETENSORS = {"|b1": "BOOL", "|u1": "U8", "|i1": "I8"} | {
 _UNSIGNED = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
 
 
-def save_tree(
-    root: Root,
-    path_stem: str,
-    tree: Tree,
-    min_free_bytes: int | None = 0,
-) -> list[FileRecord]:
+def save_tree(root: Root, path_stem: str, tree: Tree) -> list[FileRecord]:
     """Writes a tree as `path_stem`.safetensors and `path_stem`.json.
 
     Args:
@@ -69,16 +64,13 @@ def save_tree(
       tree: nested dicts with str keys, lists and tuples of NumPy arrays and scalars
         (bool, int, float, complex, and the types of ml_dtypes), int, float, str,
         bytes, bool and None. `load_tree` restores their types; arrays in C order.
-      min_free_bytes: free space to leave on the disk; None for a share of the bytes
-        that are written.
 
     Raises:
       CheckpointError: the tree holds another type, or could not be written.
     """
     encoder = _Encoder()
     structure = encoder.encode(tree, "tree", ())
-    nbytes = sum(array.nbytes for array in encoder.arrays)
-    require_space(root, nbytes, min_free_bytes)
+    require_space(root, sum(array.nbytes for array in encoder.arrays))
     data = _safetensors(encoder.table, encoder.arrays)
     arrays = write_file(root, f"{path_stem}.safetensors", data)
     content = {

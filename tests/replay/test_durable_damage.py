@@ -278,7 +278,7 @@ class TestFullDisk:
             return Replay(3, directory=small_disk / "replay", chunksize=8, context=1)
 
         replay = make()
-        checkpoint = Checkpoint(small_disk, keep=2, min_free_bytes=0)
+        checkpoint = Checkpoint(small_disk, keep=2)
         self.big(replay, range(60))
         commit(checkpoint, small_disk, replay, {"step": 60})
         self.big(replay, range(60, 260))

@@ -36,7 +36,7 @@ def make(root):
 
 def load(root):
     """Returns the Checkpoint, and the replay and meta of its newest intact save."""
-    checkpoint = Checkpoint(root, keep=2, min_free_bytes=0)
+    checkpoint = Checkpoint(root, keep=2)
     checkpoint.clean()
     replay, loaded = make(root), checkpoint.load()
     if loaded is None:
@@ -97,7 +97,7 @@ def check_files(root):
 def check_previous(root, copy):
     """Raises unless the checkpoint before the newest can be loaded too."""
     shutil.copytree(root, copy)
-    tag = Checkpoint(copy, keep=2, min_free_bytes=0).newest().tag
+    tag = Checkpoint(copy, keep=2).newest().tag
     (copy / "ckpt/replay" / f"{tag}.json").write_text("torn")
     count = check_newest(copy)
     shutil.rmtree(copy)
