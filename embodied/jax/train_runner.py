@@ -168,7 +168,7 @@ class TrainRunner:
             step = self._step("report", self._report, batch, (carry, batch, seed))
             carry, metrics = step(self._leaves, carry, batch, seed)
         devices.start_fetch(metrics)
-        return carry, devices.fetch(metrics).unpack()
+        return carry, devices.fetch_packed(metrics)
 
     def publish(self) -> None:
         """Hands the policy its parameters, outside of an update."""
@@ -289,7 +289,7 @@ class TrainRunner:
         """Waits for an update; returns its outputs, if they are finite, and metrics."""
         if update is None:
             return {}, {}
-        metrics = devices.fetch(update.metrics).unpack()
+        metrics = devices.fetch_packed(update.metrics)
         streak = int(metrics.get(NONFINITE, 0))
         if not streak:
             return devices.fetch(update.outputs), metrics
