@@ -77,7 +77,7 @@ class ActingAgent(Agent):
         paths, _ = jax.tree_util.tree_flatten_with_path(params)
         self._leaves = {flat_name(path): leaf for path, leaf in paths}
         self._shardings = jax.tree.leaves(self._layout.weights(params))
-        self._parameters = Parameters(lambda leaves: leaves, wait=True)
+        self._parameters = Parameters(None, wait=True)
         # The seeds of the full agent, for the same actions.
         seeds = (seed, jax.process_index())
         self._runner = PolicyRunner(

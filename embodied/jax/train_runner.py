@@ -59,8 +59,8 @@ class TrainRunner:
       watch: called after each update that was not finite, with the number of such
         updates in a row and the batch of this one.
       publish: gets the leaves of the policy's parameters after each update.
-      publish_shardings: maps the tree of these parameters' shapes to shardings; by
-        default they are whole on every device.
+      publish_split: whether large ones of these parameters are split over devices, as
+        the state is; otherwise they are whole on every device.
       options: options of the compiler.
     """
 
@@ -72,7 +72,7 @@ class TrainRunner:
         seed: int,
         watch: Callable[[int, Mapping[str, Array]], None],
         publish: Callable[[list[Array]], None] | None = None,
-        publish_shardings: Callable[[Tree], Tree] | None = None,
+        publish_split: bool = False,
         options: Mapping[str, Any] | None = None,
     ):
         self.updates = 0
@@ -96,8 +96,12 @@ class TrainRunner:
         self._params_shardings: Any = None
         if publish is not None:
             params = jax.eval_shape(algorithm.policy_params, shapes)
-            choose = publish_shardings or self._everywhere
-            self._params_shardings = jax.tree.leaves(choose(params))
+            leaves = jax.tree.leaves(params)
+            self._params_shardings = (
+                layout.weights(leaves)
+                if publish_split
+                else [layout.everywhere for _ in leaves]
+            )
             self.publish()
 
     @property
@@ -266,9 +270,6 @@ class TrainRunner:
     def _params(self, leaves: list[Array]) -> Tree:
         state = jax.tree.unflatten(self._treedef, leaves)
         return self._algorithm.policy_params(state)
-
-    def _everywhere(self, tree: Tree) -> Tree:
-        return jax.tree.map(lambda _: self._layout.everywhere, tree)
 
     def _inputs(
         self, batch: Mapping[str, Array], purpose: int
