@@ -13,6 +13,8 @@ import numpy as np
 Images = Mapping[str, np.ndarray]  # [H, W, C] uint8 by key.
 
 CHANNELS = (1, 3)  # Of images that become videos.
+# Maximum of the frames, and of their bytes per image key, that are kept of an episode.
+VIDEO_FRAMES, VIDEO_BYTES = 500, 64_000_000
 # Rewards that differ by at least this much count as a change in `reward_rate`.
 REWARD_CHANGE = float(np.float32(0.01))
 
@@ -56,21 +58,17 @@ class Episodes:
 
     Args:
       timeout: seconds without a step after which an episode is abandoned; 0 for none.
-      video_length: maximum number of frames kept of an episode, from its start.
-      video_bytes: maximum number of bytes kept of an episode per image key.
       clock: returns seconds.
     """
 
     def __init__(
         self,
         timeout: float = 180.0,
-        video_length: int = 500,
-        video_bytes: float = 64e6,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._clock = clock
         self._modes = {
-            is_eval: _Mode(prefix, timeout or np.inf, video_length, video_bytes)
+            is_eval: _Mode(prefix, timeout or np.inf)
             for is_eval, prefix in ((False, ""), (True, "eval_"))
         }
 
@@ -186,12 +184,10 @@ class _Episode:
 class _Mode:
     """The open and finished episodes of training, or of evaluation."""
 
-    def __init__(
-        self, prefix: str, timeout: float, video_length: int, video_bytes: float
-    ):
+    def __init__(self, prefix: str, timeout: float):
         self._prefix = prefix
         self._timeout = timeout
-        self._recorder = _Recorder(video_length, video_bytes, timeout)
+        self._recorder = _Recorder(timeout)
         self._open: dict[Hashable, _Episode] = {}  # By env.
         self._counts = collections.Counter[str]()
         self._totals: dict[str, tuple[float, int]] = {}
@@ -279,9 +275,7 @@ _NO_ENV = object()
 class _Recorder:
     """Keeps the first frames of the episodes of one env."""
 
-    def __init__(self, max_length: int, max_bytes: float, timeout: float):
-        self._max_length = max_length
-        self._max_bytes = max_bytes
+    def __init__(self, timeout: float):
         self._timeout = timeout
         self._env: Hashable = _NO_ENV
         self._seen = 0.0
@@ -313,7 +307,7 @@ class _Recorder:
         self._env, self._seen = env, now
         for key, value in frames.items():
             kept = self._frames.setdefault(key, [])
-            limit = min(self._max_length, self._max_bytes // value.nbytes)
+            limit = min(VIDEO_FRAMES, VIDEO_BYTES // value.nbytes)
             if len(kept) < limit and (not kept or kept[0].shape == value.shape):
                 # A copy, since the caller may use its buffers again.
                 kept.append(np.array(value))

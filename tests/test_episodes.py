@@ -267,10 +267,12 @@ class TestVideo:
         assert "epstats/policy_image" not in episodes.result()
 
     @pytest.mark.parametrize(
-        "limits", [{"video_length": 3}, {"video_bytes": 3 * 4 * 4 * 3 + 1}]
+        "limit", [{"VIDEO_FRAMES": 3}, {"VIDEO_BYTES": 3 * 4 * 4 * 3 + 1}]
     )
-    def test_only_the_first_frames_of_a_long_episode_are_kept(self, limits):
-        episodes = Episodes(**limits)
+    def test_only_the_first_frames_of_a_long_episode_are_kept(self, limit, monkeypatch):
+        for name, value in limit.items():
+            monkeypatch.setattr(f"embodied.episodes.{name}", value)
+        episodes = Episodes()
         images = np.concatenate([frames(1, index) for index in range(10)])
         run(episodes, 0, [0] * 10, image=images)
         video = episodes.result()["epstats/policy_image"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import pathlib
@@ -31,13 +30,8 @@ TRAIN_SEED, REPORT_SEED = 1, 2
 BATCH_FILE = "nonfinite_batch.npz"
 
 
-@dataclasses.dataclass(frozen=True)
-class PendingUpdate:
-    """Results of an update, still on the devices, and the batch it was made of."""
-
-    batch: Mapping[str, Array]
-    outputs: dict[str, Any]
-    metrics: Packed
+# An update's batch, outputs and metrics, of which the latter are still on the devices.
+Update = tuple[Mapping[str, Array], dict[str, Any], Packed]
 
 
 class TrainRunner:
@@ -84,7 +78,7 @@ class TrainRunner:
         self._watch = watch
         self._options = options
         self._lock = threading.Lock()
-        self._pending: PendingUpdate | None = None
+        self._pending: Update | None = None
         self._steps: dict[tuple[str, tuple], Callable[..., Any]] = {}
         self._carries: dict[int, Callable[[], Tree]] = {}  # By rows.
         key = jax.random.key(seed)
@@ -149,10 +143,7 @@ class TrainRunner:
             self._leaves, carry, outputs, metrics, params = results
             self.updates += 1
             devices.start_fetch((outputs, metrics))
-            before, self._pending = (
-                self._pending,
-                PendingUpdate(batch, outputs, metrics),
-            )
+            before, self._pending = self._pending, (batch, outputs, metrics)
             if self._publish is not None:
                 self._publish(params)
         return carry, *self._finish(before)
@@ -285,18 +276,19 @@ class TrainRunner:
         return batch, seed
 
     def _finish(
-        self, update: PendingUpdate | None
+        self, update: Update | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Waits for an update; returns its outputs, if they are finite, and metrics."""
         if update is None:
             return {}, {}
-        metrics = devices.fetch_packed(update.metrics)
+        batch, outputs, packed = update
+        metrics = devices.fetch_packed(packed)
         streak = int(metrics.get(NONFINITE, 0))
         if not streak:
-            return devices.fetch(update.outputs), metrics
+            return devices.fetch(outputs), metrics
         if streak == 1:
             self._check_state()
-        self._watch(streak, update.batch)
+        self._watch(streak, batch)
         return {}, metrics  # Recurrent states of such a batch are of no use.
 
     def _check_state(self) -> None:

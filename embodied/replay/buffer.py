@@ -25,7 +25,7 @@ import logging
 import operator
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -37,7 +37,6 @@ from embodied.replay.chunks import (
     STEPID,
     STEPID_BYTES,
     Schema,
-    StepUpdate,
     parse_stepids,
 )
 from embodied.replay.index import STATE, Counters, Index
@@ -242,7 +241,7 @@ class Replay:
         if index is None:
             ignored = parse_stepids(data).size // STEPID_BYTES
         else:
-            ignored = self._refresh(index, index.schema.parse_update(data))
+            ignored = self._refresh(index, *index.schema.parse_update(data))
         with self._changed:
             self._counters.add(updates=1, update_ignored=ignored)
 
@@ -303,8 +302,6 @@ class Replay:
         data: Tree = None,
         directory: str | os.PathLike[str] | None = None,
         amount: int | None = None,
-        *,
-        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Replaces all steps with saved ones; every worker begins a new stream.
 
@@ -316,7 +313,6 @@ class Replay:
           directory: where to read from; by default the buffer's own directory. Steps
             from another directory are written to the own one by the next save.
           amount: number of the newest steps to load; None for all that fit.
-          progress: called with the number of chunks done and of all chunks.
 
         Raises:
           CheckpointError: this version cannot read `data`, or its steps were saved
@@ -329,7 +325,7 @@ class Replay:
             index, slots = None, np.zeros(0, np.int64)
             if folder is not None and found.schema is not None:
                 index = self._make_index(found.schema)
-                slots = restore(index, folder, found, own, amount, progress)
+                slots = restore(index, folder, found, own, amount)
             if own:
                 self._writer.resume(found.save)
             with self._changed:
@@ -378,23 +374,29 @@ class Replay:
             batch["is_first"][:, 0] = True
         return batch
 
-    def _refresh(self, index: Index, update: StepUpdate) -> int:
-        """Applies an update; returns how many of its steps were gone."""
+    def _refresh(
+        self,
+        index: Index,
+        stepids: np.ndarray,
+        latents: Batch,
+        priorities: np.ndarray | None,
+    ) -> int:
+        """Applies an update of n steps; returns how many of these were gone."""
         with self._changed:
-            rows, present = index.chunks.locate(update.stepids)
+            rows, present = index.chunks.locate(stepids)
             chunks = np.unique(rows // index.chunks.size)
             index.pin(chunks)
         try:
             with self._latents:
-                for key, values in update.latents.items():
+                for key, values in latents.items():
                     index.chunks.arrays[key][rows] = values[present]
         finally:
             with self._changed:
                 index.updates += 1
                 index.chunks.refreshed[chunks] = index.updates
                 # The selector belongs to another index after `load`.
-                if update.priorities is not None and index is self._index:
-                    index.prioritize(rows, update.priorities[present])
+                if priorities is not None and index is self._index:
+                    index.prioritize(rows, priorities[present])
                 index.unpin(chunks)
         return int((~present).sum())
 

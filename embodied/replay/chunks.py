@@ -24,7 +24,7 @@ import functools
 import mmap
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -84,14 +84,6 @@ class Field:
     def nbytes(self) -> int:
         """Bytes of one step."""
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
-
-
-class StepUpdate(NamedTuple):
-    """Results of training on n steps."""
-
-    stepids: np.ndarray  # [n, 20] uint8
-    latents: dict[str, np.ndarray]  # [n, ...], as stored.
-    priorities: np.ndarray | None  # [n] float32
 
 
 class Schema:
@@ -163,8 +155,14 @@ class Schema:
             )
         return value.view(field.stored_dtype)
 
-    def parse_update(self, data: Mapping[str, Any]) -> StepUpdate:
-        """Checks what `Replay.update` was given, or raises ValueError."""
+    def parse_update(
+        self, data: Mapping[str, Any]
+    ) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray | None]:
+        """Checks what `Replay.update` was given, or raises ValueError.
+
+        Returns:
+          Ids [n, 20] uint8, latents [n, ...] as stored, and priorities [n] float32.
+        """
         stepids = parse_stepids(data)
         lead = stepids.shape[:-1]
         amount = int(np.prod(lead))
@@ -190,7 +188,7 @@ class Schema:
                     f"Expected {PRIORITY} of shape {lead}, got {priorities.shape}."
                 )
             priorities = priorities.reshape(amount)
-        return StepUpdate(stepids.reshape(amount, STEPID_BYTES), latents, priorities)
+        return stepids.reshape(amount, STEPID_BYTES), latents, priorities
 
     def empty_batch(self, batch: int, length: int) -> dict[str, np.ndarray]:
         """Returns uninitialised arrays for the keys of a sampled batch."""

@@ -14,7 +14,7 @@ import collections
 import concurrent.futures
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +56,6 @@ def restore(
     found: SavedChunks,
     own: bool,
     amount: int | None,
-    progress: Callable[[int, int], None] | None,
 ) -> np.ndarray:
     """Reads saved chunks into an empty index; returns the items, the oldest first.
 
@@ -66,7 +65,6 @@ def restore(
       found: what to read.
       own: whether the folder is the one that the buffer saves to.
       amount: number of the newest steps to keep; None for all that fit.
-      progress: called with the number of chunks done and of all chunks.
     """
     adopt = own and found.chunksize == index.chunks.size
     chunks = _newest(index, found, adopt, amount)
@@ -76,9 +74,7 @@ def restore(
         read_chunks(folder, chunks, index.schema), start=1
     ):
         restorer.place(chunk, runs)
-        if progress is not None:
-            progress(done, len(chunks))
-        elif time.monotonic() > report:
+        if time.monotonic() > report:
             report = time.monotonic() + _REPORT_SECONDS
             logger.info("Loading replay: %d of %d chunks.", done, len(chunks))
     return restorer.finish(amount)

@@ -15,7 +15,7 @@ from replay_testing import (
 )
 
 from embodied.checkpoint import CheckpointError
-from embodied.replay import Replay, selectors
+from embodied.replay import Replay, reader, selectors
 
 
 def same_samples(one, two):
@@ -209,12 +209,14 @@ class TestRoundTrip:
             if expected:
                 assert all_starts(loaded) == expected
 
-    def test_progress_is_told(self, make):
+    def test_the_progress_of_a_long_load_is_logged(self, make, monkeypatch, caplog):
+        monkeypatch.setattr(reader, "_REPORT_SECONDS", -1)
         replay = make()
         fill(replay, [0], range(40))
-        data, seen = replay.save(), []
-        make().load(data, progress=lambda done, total: seen.append((done, total)))
-        assert seen == [(i, 5) for i in range(1, 6)]
+        with caplog.at_level("INFO"):
+            make().load(replay.save())
+        told = [f"Loading replay: {i} of 5 chunks." for i in range(1, 6)]
+        assert [record.message for record in caplog.records] == told
 
     def test_without_directory_there_is_nothing_to_save(self):
         replay = Replay(2)
