@@ -264,7 +264,6 @@ class Chunks:
         self.pins = np.zeros(amount, np.int32)  # Number of readers and writers.
         self.following = np.zeros(amount, np.int32)
         self.preceding = np.zeros(amount, np.int32)
-        self.generation = np.zeros(amount, np.int64)  # Counts its allocations.
         self.refreshed = np.zeros(amount, np.int64)  # Number of the last update.
         # Steps inserted into the buffer before the chunk's first and up to its last.
         self.first_insert = np.zeros(amount, np.int64)
@@ -305,7 +304,6 @@ class Chunks:
             flags[number] = False
         for counts in (self.filled, self.born, self.dead, self.refreshed):
             counts[number] = 0
-        self.generation[number] += 1
         self.following[number] = -1
         self.preceding[number] = preceding
         if preceding >= 0:

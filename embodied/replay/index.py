@@ -160,7 +160,8 @@ class Index:
         self.counters = counters
         self.crowded = False  # Whether items were evicted to make room for steps.
         self.updates = 0  # Number of the last; tells which latents are on disk.
-        self.online_queue: collections.deque[tuple[int, int]] = collections.deque()
+        # Chunk and first step of each sequence.
+        self.online_queue: collections.deque[tuple[bytes, int]] = collections.deque()
         self._online = settings.online
         self._chunks_each = chunks_per_worker(self.length, plan.chunksize)
         self._changed = changed
@@ -253,11 +254,10 @@ class Index:
         peek = mode != "train"
         fresh: list[int] = []
         while not peek and self.online_queue and len(fresh) < amount:
-            slot, generation = self.online_queue.popleft()
-            number, offset = divmod(slot, self.chunks.size)
-            same = self.chunks.generation[number] == generation
-            if same and self.chunks.used[number] and offset >= self.chunks.dead[number]:
-                fresh.append(slot)
+            identity, offset = self.online_queue.popleft()
+            number = self.chunks.find(identity)
+            if number >= 0 and offset >= self.chunks.dead[number]:
+                fresh.append(number * self.chunks.size + offset)
         drawn = self.selector.sample(amount - len(fresh), peek)
         return np.concatenate([np.array(fresh, np.int64), drawn]) if fresh else drawn
 
@@ -357,11 +357,11 @@ class Index:
         self.selector.insert(slots)
         if self._online:
             begins = (state.count[streams] - self.length) % self.length == 0
-            self._enqueue(slots[begins], chunk[begins])
+            self._enqueue(slots[begins])
 
-    def _enqueue(self, slots: np.ndarray, chunks: np.ndarray) -> None:
-        generations = self.chunks.generation[chunks]
-        self.online_queue.extend(zip(slots.tolist(), generations.tolist()))
+    def _enqueue(self, slots: np.ndarray) -> None:
+        for number, offset in zip(*np.divmod(slots, self.chunks.size)):
+            self.online_queue.append((self.chunks.ids[number].tobytes(), int(offset)))
         while len(self.online_queue) > ONLINE_LIMIT:
             self.online_queue.popleft()
             self.counters.add(online_dropped=1)

@@ -126,7 +126,6 @@ class _CutChunks(NamedTuple):
     numbers: np.ndarray  # [n]
     columns: dict[str, np.ndarray]  # [n, ...]
     files: list[ChunkFiles]  # [n]
-    generations: np.ndarray  # [n]
     grown: np.ndarray  # Numbers of the chunks with new steps; they are pinned.
     items: np.ndarray  # Slots, the oldest first.
     priorities: np.ndarray | None  # Of all steps, chunk by chunk.
@@ -150,13 +149,12 @@ class _CutChunks(NamedTuple):
             "last": chunks.last_insert[numbers],
         }
         items = index.items.oldest(len(index.items))
-        generations = chunks.generation[numbers]
         priorities = None
         if chunks.priorities is not None:
             rows = [chunks.rows(x, 0, n) for x, n in zip(numbers.tolist(), steps)]
             parts = [chunks.priorities[x] for x in rows]
             priorities = np.concatenate([chunks.priorities[:0], *parts])
-        return cls(numbers, columns, files, generations, grown, items, priorities)
+        return cls(numbers, columns, files, grown, items, priorities)
 
     def tables(self, index: Index) -> dict[str, Any]:
         """Returns the entries of a save that describe its steps, except the files."""
@@ -176,7 +174,6 @@ class _Job(NamedTuple):
     """A file to write."""
 
     number: int  # Of the chunk.
-    generation: int
     files: ChunkFiles
     file: ChunkFile
     metadata: dict[str, Any]
@@ -284,7 +281,7 @@ class ReplayCut:
             }
             steps, number = int(table["steps"][i]), int(chunks.numbers[i])
             file = ChunkFile(identity, STEPS, files.stop, steps, self._writer.number)
-            jobs.append(_Job(number, int(chunks.generations[i]), files, file, metadata))
+            jobs.append(_Job(number, files, file, metadata))
         return jobs
 
     def _write_steps(self, index: Index, jobs: list[_Job]) -> None:
@@ -356,8 +353,7 @@ class ReplayCut:
         rows = chunks.rows(job.number, job.file.start, job.file.stop)
         arrays = {}
         with changed:
-            same = chunks.generation[job.number] == job.generation
-            if not same or not chunks.used[job.number]:
+            if chunks.find(job.file.chunk) != job.number:
                 return None
             pin = np.array([job.number])
             index.pin(pin)
