@@ -400,6 +400,47 @@ class Chunks:
         )
 
 
+class SlotRing:
+    """Rows where sequences begin, from the oldest to the newest; 4 bytes each.
+
+    Such a row is the slot of its sequence: it stands for it, and is reused after it.
+
+    Args:
+      expected: number of slots to make room for; the ring grows if there are more.
+    """
+
+    def __init__(self, expected: int = 64):
+        self._ring = lazy_array((expected,), np.int32)
+        self._head = 0
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, slots: np.ndarray) -> None:
+        """Adds slots [n], the oldest first."""
+        if self._length + len(slots) > len(self._ring):
+            grown = lazy_array((2 * (self._length + len(slots)),), np.int32)
+            grown[: self._length] = self.oldest(self._length)
+            self._ring, self._head = grown, 0
+        end = self._head + self._length
+        self._ring[np.arange(end, end + len(slots)) % len(self._ring)] = slots
+        self._length += len(slots)
+
+    def at(self, ranks: np.ndarray) -> np.ndarray:
+        """Returns the slots [n] int64 at ranks below the length; 0 is the oldest."""
+        return self._ring[(self._head + ranks) % len(self._ring)].astype(np.int64)
+
+    def oldest(self, amount: int) -> np.ndarray:
+        """Returns the oldest slots [amount] int64."""
+        return self.at(np.arange(amount))
+
+    def drop(self, amount: int) -> None:
+        """Removes the oldest slots."""
+        self._head = (self._head + amount) % len(self._ring)
+        self._length -= amount
+
+
 def lazy_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Returns zeros whose memory is allocated, page by page, when it is written to."""
     dtype = np.dtype(dtype)

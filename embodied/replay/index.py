@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from embodied.replay.chunkfiles import ChunkFiles
-from embodied.replay.chunks import Chunks, Schema
+from embodied.replay.chunks import Chunks, Schema, SlotRing
 from embodied.replay.selectors import Selector
 from embodied.replay.sizing import (
     INDEX_BYTES,
@@ -24,7 +24,6 @@ from embodied.replay.sizing import (
     chunks_per_worker,
     plan_sizes,
 )
-from embodied.replay.slots import SlotRing
 
 COUNTERS = (
     "inserts",

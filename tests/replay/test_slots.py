@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodied.replay.slots import SlotRing, SumTree
+from embodied.replay.chunks import SlotRing
+from embodied.replay.selectors import SumTree
 
 
 @given(
