@@ -7,7 +7,7 @@
 Where to look: `buffer` is the interface and documents threads and locks; `index` tracks
 streams and sequences, `chunks` defines steps and holds their memory, `sizing` decides
 how much; `writer` saves `chunkfiles`, `catalog` finds them and `reader` loads them;
-`selectors` decide what is drawn, and `limiters` when.
+`selectors` (with `slots`) decide what is drawn, and `limiters` when.
 """
 
 from embodied.replay import limiters, selectors

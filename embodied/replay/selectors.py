@@ -16,7 +16,6 @@ priorities that it has saved.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Mapping
@@ -25,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from embodied.replay.chunks import SlotRing
+from embodied.replay.slots import SlotSet, SumTree
 
 __all__ = ["Fifo", "Mixture", "Prioritized", "Recency", "Selector", "Uniform"]
 
 _LARGEST = 1e290  # Sums of weights of this size are still finite.
-_SMALLEST = 64  # Initial length of a tree.
 
 
 class Selector:
@@ -217,7 +216,7 @@ class Prioritized(_RingSelector):
       rejected, and the slot keeps its previous one. The buffer counts rejected
       priorities of single steps.
 
-    Takes about 15 bytes per slot.
+    Takes about 20 bytes per slot.
 
     Args:
       exponent: 0 draws all slots of positive priority equally.
@@ -252,18 +251,17 @@ class Prioritized(_RingSelector):
         self._initial = initial
         self._zero_on_sample = zero_on_sample
         self._maxfrac = maxfrac
-        # By slot; both are zero for absent slots.
-        self._weights = SumTree(branching)  # Zero for slots of infinite priority.
-        self._infinite = SumTree(branching, np.uint8)  # One for these.
+        self._weights = SumTree(
+            branching
+        )  # By slot; zero for infinite and absent ones.
+        self._infinite = SlotSet()  # Those whose priority is infinite.
 
     def insert(self, slots: np.ndarray) -> None:
         """Adds slots [n] with the initial priority."""
         super().insert(slots)
-        length = int(slots.max(initial=-1)) + 1
-        self._weights.reserve(length)
-        self._infinite.reserve(length)
+        self._weights.reserve(int(slots.max(initial=-1)) + 1)
         if math.isinf(self._initial):
-            self._infinite.update(slots, 1)
+            self._infinite.insert(slots)
         else:
             self._weights.update(slots, self._weigh(np.array([self._initial])))
 
@@ -299,7 +297,7 @@ class Prioritized(_RingSelector):
         # Drawing with replacement and dropping repetitions has the same distribution
         # as drawing one by one and setting each to zero.
         parts = []
-        while amount and (self._infinite.total or self._weights.total > 0):
+        while amount and (len(self._infinite) or self._weights.total > 0):
             drawn = self._draw(amount, rng)
             drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]
             self._set(drawn, 0.0)
@@ -308,15 +306,14 @@ class Prioritized(_RingSelector):
         return np.concatenate([*parts, self._draw(amount, rng)])
 
     def _draw(self, amount: int, rng: np.random.Generator) -> np.ndarray:
-        if count := self._infinite.total:
-            return self._infinite.find(rng.integers(count, size=amount))
+        if count := len(self._infinite):
+            return self._infinite.at(rng.integers(count, size=amount))
         if self._weights.total > 0:
             return self._weights.find(rng.random(amount) * self._weights.total)
         return self._draw_equally(amount, rng)
 
     def _set(self, slots: np.ndarray, weights: Any) -> None:
-        if self._infinite.total:
-            self._infinite.update(slots, 0)
+        self._infinite.discard(slots)
         self._weights.update(slots, weights)
 
     def _weigh(self, priorities: np.ndarray) -> np.ndarray:
@@ -406,88 +403,3 @@ class Mixture(SeededSelector):
             chosen = choice == index
             slots[chosen] = self._members[name].sample(int(chosen.sum()), peek)
         return slots
-
-
-class SumTree:
-    """A vector of non-negative numbers that is searched by its running sum.
-
-    Each level holds the sums of `branching` neighbours in the level below; level 0
-    holds the numbers. Finding or writing k numbers costs k · branching · levels.
-
-    Whenever a term changes, its sums are recomputed from all their terms, in order. So
-    they do not drift, and depend on nothing but the numbers.
-
-    Args:
-      branching: fan-out of the tree.
-      dtype: of the numbers. Sums of floats are float64, sums of integers int64.
-    """
-
-    def __init__(self, branching: int = 16, dtype: Any = np.float64):
-        self._branching = branching
-        self._exact = np.dtype(dtype).kind in "iu"
-        self._sum_dtype = np.int64 if self._exact else np.float64
-        self._levels = self._build(np.zeros(self._padded(_SMALLEST), dtype))
-        self._total = self._sum_dtype(0)
-
-    @property
-    def total(self) -> Any:
-        """The sum of all numbers."""
-        return self._total
-
-    def reserve(self, length: int) -> None:
-        """Makes room for indices below `length`; new numbers are zero."""
-        old = self._levels[0]
-        if length > len(old):
-            doubled = max(length, 2 * len(old))
-            leaves = np.zeros(self._padded(doubled), old.dtype)
-            leaves[: len(old)] = old
-            self._levels = self._build(leaves)
-
-    def update(self, indices: np.ndarray, values: Any) -> None:
-        """Sets the numbers at `indices`; if one is repeated, the last value counts."""
-        self._levels[0][indices] = values
-        nodes = indices
-        for lower, upper in itertools.pairwise(self._levels):
-            nodes = nodes // self._branching
-            if len(nodes) > self._branching:
-                nodes = np.unique(nodes)
-            upper[nodes] = self._running(lower, nodes)[:, -1]
-        top = np.zeros(1, np.int64)
-        self._total = self._running(self._levels[-1], top)[0, -1]
-
-    def find(self, targets: np.ndarray) -> np.ndarray:
-        """Returns for each target the first index whose running sum is above it.
-
-        The number at that index is never zero. Targets lie in [0, total), and total
-        must not be zero; a target that rounding has raised to the total finds the last
-        number that is not zero.
-        """
-        nodes = np.zeros(len(targets), np.int64)
-        rows = np.arange(len(targets))
-        for level in reversed(self._levels):
-            ends = self._running(level, nodes)
-            last = ends[:, -1]
-            below = last - 1 if self._exact else np.nextafter(last, 0)
-            targets = np.minimum(targets, below)
-            child = (ends <= targets[:, None]).sum(1)
-            before = np.where(child > 0, ends[rows, child - 1], 0)
-            targets = targets - before
-            nodes = nodes * self._branching + child
-        return nodes
-
-    def _running(self, level: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """Returns the running sums [n, branching] inside groups of neighbours."""
-        children = level.reshape(-1, self._branching)[groups]
-        return np.add.accumulate(children, axis=1, dtype=self._sum_dtype)
-
-    def _build(self, leaves: np.ndarray) -> list[np.ndarray]:
-        levels = [leaves]
-        while len(levels[-1]) > self._branching:
-            groups = np.arange(len(levels[-1]) // self._branching)
-            upper = np.zeros(self._padded(len(groups)), self._sum_dtype)
-            upper[groups] = self._running(levels[-1], groups)[:, -1]
-            levels.append(upper)
-        return levels
-
-    def _padded(self, length: int) -> int:
-        return -(-length // self._branching) * self._branching

@@ -7,17 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodied.replay.chunks import SlotRing
-from embodied.replay.selectors import SumTree
+from embodied.replay.slots import SlotSet, SumTree
 
 
 @given(
     rounds=st.lists(st.integers(0, 2**32 - 1), max_size=8),
     branching=st.integers(2, 20),
-    exact=st.booleans(),
 )
 @settings(max_examples=30)
-def test_a_sum_tree_agrees_with_running_sums(rounds, branching, exact):
-    tree = SumTree(branching, np.uint8 if exact else np.float64)
+def test_a_sum_tree_agrees_with_running_sums(rounds, branching):
+    tree = SumTree(branching)
     numbers = np.zeros(0)
     for seed in rounds:
         rng = np.random.default_rng(seed)
@@ -86,3 +85,20 @@ def test_a_ring_agrees_with_a_list(expected, rounds):
         assert len(ring) == len(model)
         ranks = rng.permutation(len(model))
         assert ring.at(ranks).tolist() == [model[rank] for rank in ranks]
+
+
+@given(rounds=st.lists(st.integers(0, 2**32 - 1), max_size=12))
+@settings(max_examples=30)
+def test_a_set_agrees_with_a_python_set(rounds):
+    members, model = SlotSet(), set()
+    for seed in rounds:
+        rng = np.random.default_rng(seed)
+        absent = np.setdiff1d(np.arange(400), list(model))
+        new = rng.permutation(absent)[: int(rng.integers(0, 100))]
+        members.insert(new)
+        model |= set(new.tolist())
+        old = rng.integers(0, 1000, int(rng.integers(0, 300)))  # Not all are members.
+        members.discard(old)
+        model -= set(old.tolist())
+        assert len(members) == len(model)
+        assert sorted(members.at(np.arange(len(model)))) == sorted(model)
