@@ -2,9 +2,9 @@
 
     python -m benchmarks.replay [--quick]
 
-Both sides copy between the same kinds of memory: sequences from anywhere in a buffer
-into memory that has been used before, and steps into a buffer that is full. They take
-turns, and the median of the ratios counts, so that a noisy machine disturbs both.
+Both sides copy sequences from anywhere in a buffer, the replay into new arrays, and
+steps into a buffer that is full. They take turns, and the median of the ratios counts,
+so that a noisy machine disturbs both.
 """
 
 from __future__ import annotations
@@ -142,26 +142,10 @@ def bandwidth(amount: int, rounds: int) -> dict[str, float]:
         lambda: replay.add_batch(steps, range(ENVS)),
         plain.insert,
     )
-    outputs: dict[tuple, dict[str, np.ndarray]] = {}
-
-    def reused(fields: dict[str, Any]) -> dict[str, np.ndarray]:
-        shape = tuple((key, dtype, shape) for key, (dtype, shape) in fields.items())
-        if shape not in outputs:
-            outputs[shape] = {k: np.ones(s, d) for k, (d, s) in fields.items()}
-        return outputs[shape]
-
-    batch = replay.sample(BATCH, out=reused)
+    batch = replay.sample(BATCH)
     size = sum(value.nbytes for value in batch.values())
     sample = compare(
         "sample 16 x 65 images",
-        rounds,
-        10,
-        size,
-        lambda: replay.sample(BATCH, out=reused),
-        plain.sample,
-    )
-    compare(
-        "sample 16 x 65 images into new arrays",
         rounds,
         10,
         size,

@@ -179,12 +179,13 @@ class Driver:
         if self._closed:
             return
         self._closed = True
-        for env in self._envs:
-            env.ask_to_close()
+        children = [env for env in self._envs if isinstance(env, _ProcessEnv)]
+        for child in children:
+            child.ask_to_close()
         deadline = time.monotonic() + CLOSE_SECONDS
-        for env in self._envs:
-            env.wait_for_close(max(0.0, deadline - time.monotonic()))
-        stop([env.process for env in self._envs if isinstance(env, _ProcessEnv)])
+        for child in children:
+            child.wait_for_close(max(0.0, deadline - time.monotonic()))
+        stop([child.process for child in children])
         errors = []
         for env in self._envs:
             try:
@@ -336,12 +337,6 @@ class _LocalEnv:
     def receive(self) -> dict[str, Array]:
         """Steps and returns the observation."""
         return self._guard(self._env.step, self._action)
-
-    def ask_to_close(self) -> None:
-        """Does nothing, since `close` closes environments in this process."""
-
-    def wait_for_close(self, timeout: float) -> None:
-        """Does nothing, for the same reason."""
 
     def close(self) -> None:
         """Closes the environment."""

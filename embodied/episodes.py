@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,8 +13,10 @@ import numpy as np
 Images = Mapping[str, np.ndarray]  # [H, W, C] uint8 by key.
 
 CHANNELS = (1, 3)  # Of images that become videos.
+# Maximum of the frames, and of their bytes per image key, that are kept of an episode.
+VIDEO_FRAMES, VIDEO_BYTES = 500, 64_000_000
 # Rewards that differ by at least this much count as a change in `reward_rate`.
-REWARD_CHANGE = np.float32(0.01)
+REWARD_CHANGE = float(np.float32(0.01))
 
 
 class Episodes:
@@ -55,21 +58,17 @@ class Episodes:
 
     Args:
       timeout: seconds without a step after which an episode is abandoned; 0 for none.
-      video_length: maximum number of frames kept of an episode, from its start.
-      video_bytes: maximum number of bytes kept of an episode per image key.
       clock: returns seconds.
     """
 
     def __init__(
         self,
         timeout: float = 180.0,
-        video_length: int = 500,
-        video_bytes: float = 64e6,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._clock = clock
         self._modes = {
-            is_eval: _Mode(prefix, timeout or np.inf, video_length, video_bytes)
+            is_eval: _Mode(prefix, timeout or np.inf)
             for is_eval, prefix in ((False, ""), (True, "eval_"))
         }
 
@@ -103,12 +102,11 @@ class Episodes:
         envs = envids.tolist() if isinstance(envids, np.ndarray) else list(envids)
         batch = _check(transitions, envs, images or {})
         now = self._clock()
-        finished: list[dict[str, float]] = []
-        evals = np.broadcast_to(np.asarray(is_eval, bool), (len(envs),))
-        for flag, mode in self._modes.items():
-            for rows in _without_repeats(envs, np.flatnonzero(evals == flag)):
-                finished += mode.add(batch, rows, now)
-        return finished
+        evals = np.broadcast_to(np.asarray(is_eval, bool), (len(envs),)).tolist()
+        finished = [
+            self._modes[evals[row]].add(batch, row, now) for row in range(len(envs))
+        ]
+        return [stats for stats in finished if stats is not None]
 
     def abandon(self, envids: Sequence[Hashable] | np.ndarray) -> None:
         """Abandons the open episodes of envs, of which steps may be missing."""
@@ -134,65 +132,93 @@ class _Batch(NamedTuple):
     """Checked transitions."""
 
     envs: list[Hashable]
-    reward: np.ndarray  # [B] float32
-    is_first: np.ndarray  # [B] bool
-    is_last: np.ndarray  # [B] bool
-    logs: dict[str, np.ndarray]  # [B]
+    reward: list[float]
+    is_first: list[bool]
+    is_last: list[bool]
+    logs: dict[str, list[float]]
     images: dict[str, np.ndarray]  # [B, H, W, C] uint8
     some_images: Mapping[Hashable, Images]
 
 
+@dataclasses.dataclass
+class _Episode:
+    """Running statistics of an open episode."""
+
+    seen: float  # Time of the last step.
+    score: float = 0.0
+    length: int = 0
+    changes: int = 0  # Of the reward.
+    reward: float = 0.0  # The last one.
+    # Count, sum and maximum of the values by `log/` key.
+    logs: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+    def add(self, batch: _Batch, row: int, now: float) -> None:
+        """Counts a transition."""
+        reward = batch.reward[row]
+        if not batch.is_first[row]:
+            self.length += 1
+            self.changes += abs(reward - self.reward) >= REWARD_CHANGE
+        self.seen = now
+        self.score += reward
+        self.reward = reward
+        for key, values in batch.logs.items():
+            value = values[row]
+            if key not in self.logs:
+                self.logs[key] = [0, 0, value]
+            log = self.logs[key]
+            log[0] += 1
+            log[1] += value
+            if value > log[2] or value != value:  # As NumPy's maximum: NaN stays.
+                log[2] = value
+
+    def stats(self) -> dict[str, float]:
+        """Returns what is averaged over episodes, by name."""
+        stats = {"reward_rate": self.changes / max(1, self.length)}
+        for key, (count, total, highest) in self.logs.items():
+            stats[f"{key}/avg"] = total / count
+            stats[f"{key}/max"] = float(highest)
+            stats[f"{key}/sum"] = total
+        return stats
+
+
 class _Mode:
-    """The open and finished episodes of training, or of evaluation.
+    """The open and finished episodes of training, or of evaluation."""
 
-    Every open episode has a slot, an index into columns of running numbers, so that
-    a step of many envs is a few array operations.
-    """
-
-    def __init__(
-        self, prefix: str, timeout: float, video_length: int, video_bytes: float
-    ):
+    def __init__(self, prefix: str, timeout: float):
         self._prefix = prefix
         self._timeout = timeout
-        self._recorder = _Recorder(video_length, video_bytes, timeout)
-        self._slots: dict[Hashable, int] = {}
-        self._free = [0]
-        self._columns = _Columns()
-        self._log_keys: dict[str, None] = {}  # An ordered set.
+        self._recorder = _Recorder(timeout)
+        self._open: dict[Hashable, _Episode] = {}  # By env.
         self._counts = collections.Counter[str]()
         self._totals: dict[str, tuple[float, int]] = {}
         self._videos: dict[str, np.ndarray] = {}
 
-    def add(
-        self, batch: _Batch, rows: np.ndarray, now: float
-    ) -> list[dict[str, float]]:
-        """Adds the given rows, each from a different env."""
-        envs = [batch.envs[row] for row in rows]
-        slots = np.array([self._slots.get(env, -1) for env in envs], np.int64)
-        stale = (slots >= 0) & (now - self._columns["seen"][slots] > self._timeout)
-        for index in np.flatnonzero(stale):
-            self._abandon(envs[index])
-            slots[index] = -1
-        for index in np.flatnonzero(batch.is_first[rows]):
-            slots[index] = self._start(envs[index], now)
-        known = slots >= 0
-        rows = rows[known]
-        self._update(batch, rows, slots[known], now)
+    def add(self, batch: _Batch, row: int, now: float) -> dict[str, float] | None:
+        """Adds a transition; returns score and length of the episode that it ends."""
+        env = batch.envs[row]
+        episode = self._open.get(env)
+        if episode is not None and now - episode.seen > self._timeout:
+            self._abandon(env)
+            episode = None
+        if batch.is_first[row]:
+            episode = self._start(env, now)
+        if episode is None:
+            return None
+        episode.add(batch, row, now)
         if batch.images or batch.some_images:
-            self._record(batch, rows, now)
-        return [self._finish(batch.envs[row]) for row in rows[batch.is_last[rows]]]
+            self._record(batch, row, now)
+        return self._finish(env) if batch.is_last[row] else None
 
     def abandon(self, envs: Sequence[Hashable]) -> None:
         """Abandons the open episodes of envs."""
         for env in envs:
-            if env in self._slots:
+            if env in self._open:
                 self._abandon(env)
 
     def expire(self, now: float) -> None:
         """Abandons episodes that made no step within the timeout."""
-        seen = self._columns["seen"]
-        for env, slot in list(self._slots.items()):
-            if now - seen[slot] > self._timeout:
+        for env, episode in list(self._open.items()):
+            if now - episode.seen > self._timeout:
                 self._abandon(env)
 
     def result(self) -> dict[str, Any]:
@@ -206,114 +232,41 @@ class _Mode:
 
     def counts(self) -> dict[str, int]:
         """Returns and clears the counts of events; adds the number of open episodes."""
-        counts = {**self._counts, "states": len(self._slots)}
+        counts = {**self._counts, "states": len(self._open)}
         self._counts.clear()
         return counts
 
-    def _start(self, env: Hashable, now: float) -> int:
-        slot = self._slots.get(env)
-        if slot is not None and self._columns["length"][slot] > 0:
+    def _start(self, env: Hashable, now: float) -> _Episode:
+        if env in self._open and self._open[env].length:
             self._abandon(env)
-            slot = None
-        if slot is None:
-            slot = self._allocate(now)
-            self._slots[env] = slot
+        if env not in self._open:
             self._counts["starts"] += 1
-        self._columns.clear(slot)
-        # Set now, so that an expiry within the same batch does not abandon it.
-        self._columns["seen"][slot] = now
-        return slot
-
-    def _allocate(self, now: float) -> int:
-        if not self._free:
-            self.expire(now)
-        if not self._free:
-            size = len(self._columns)
-            self._columns.grow(2 * size)
-            self._free = list(range(size, 2 * size))
-        return self._free.pop()
+        self._open[env] = _Episode(now)
+        return self._open[env]
 
     def _abandon(self, env: Hashable) -> None:
-        self._free.append(self._slots.pop(env))
+        del self._open[env]
         self._recorder.abandon(env)
         self._counts["abandoned"] += 1
 
-    def _update(
-        self, batch: _Batch, rows: np.ndarray, slots: np.ndarray, now: float
-    ) -> None:
-        columns = self._columns
-        reward, later = batch.reward[rows], ~batch.is_first[rows]
-        with np.errstate(invalid="ignore"):  # The rewards may be infinite.
-            changed = np.abs(reward - columns["reward"][slots]) >= REWARD_CHANGE
-        columns["seen"][slots] = now
-        columns["score"][slots] += reward
-        columns["length"][slots] += later
-        columns["changes"][slots] += later & changed
-        columns["reward"][slots] = reward
-        for key, values in batch.logs.items():
-            self._log_keys[key] = None
-            value = values[rows]
-            count, highest = columns[key, "count"], columns[key, "max"]
-            higher = np.maximum(highest[slots], value)
-            highest[slots] = np.where(count[slots] > 0, higher, value)
-            columns[key, "sum"][slots] += value
-            count[slots] += 1
-
-    def _record(self, batch: _Batch, rows: np.ndarray, now: float) -> None:
-        for row in rows:
-            env, first = batch.envs[row], bool(batch.is_first[row])
-            if self._recorder.wants(env, first, now, env in batch.some_images):
-                frames = {key: value[row] for key, value in batch.images.items()}
-                frames.update(batch.some_images.get(env, {}))
-                self._recorder.add(env, first, frames, now)
+    def _record(self, batch: _Batch, row: int, now: float) -> None:
+        env, first = batch.envs[row], batch.is_first[row]
+        if self._recorder.wants(env, first, now, env in batch.some_images):
+            frames = {key: value[row] for key, value in batch.images.items()}
+            frames.update(batch.some_images.get(env, {}))
+            self._recorder.add(env, first, frames, now)
 
     def _finish(self, env: Hashable) -> dict[str, float]:
-        slot = self._slots.pop(env)
-        self._free.append(slot)
+        episode = self._open.pop(env)
         self._counts["ends"] += 1
         self._videos.update(self._recorder.finish(env))
-        columns = self._columns
-        length = int(columns["length"][slot])
-        stats = {"reward_rate": columns["changes"][slot] / max(1, length)}
-        for key in self._log_keys:
-            count = columns[key, "count"][slot]
-            if count:
-                stats[f"{key}/avg"] = columns[key, "sum"][slot] / count
-                stats[f"{key}/max"] = columns[key, "max"][slot]
-                stats[f"{key}/sum"] = columns[key, "sum"][slot]
-        for name, value in stats.items():
+        for name, value in episode.stats().items():
             total, number = self._totals.get(name, (0.0, 0))
-            self._totals[name] = (total + float(value), number + 1)
-        score = float(columns["score"][slot])
+            self._totals[name] = (total + value, number + 1)
         return {
-            f"{self._prefix}episode/score": score,
-            f"{self._prefix}episode/length": length,
+            f"{self._prefix}episode/score": episode.score,
+            f"{self._prefix}episode/length": episode.length,
         }
-
-
-class _Columns:
-    """Running statistics by name and slot, initially zero."""
-
-    def __init__(self) -> None:
-        self._size = 1
-        self._arrays: dict[Hashable, np.ndarray] = {}
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, name: Hashable) -> np.ndarray:
-        if name not in self._arrays:
-            self._arrays[name] = np.zeros(self._size, np.float64)
-        return self._arrays[name]
-
-    def grow(self, size: int) -> None:
-        for name, array in self._arrays.items():
-            self._arrays[name] = np.concatenate([array, np.zeros(size - self._size)])
-        self._size = size
-
-    def clear(self, slot: int) -> None:
-        for array in self._arrays.values():
-            array[slot] = 0
 
 
 _NO_ENV = object()
@@ -322,9 +275,7 @@ _NO_ENV = object()
 class _Recorder:
     """Keeps the first frames of the episodes of one env."""
 
-    def __init__(self, max_length: int, max_bytes: float, timeout: float):
-        self._max_length = max_length
-        self._max_bytes = max_bytes
+    def __init__(self, timeout: float):
         self._timeout = timeout
         self._env: Hashable = _NO_ENV
         self._seen = 0.0
@@ -356,7 +307,7 @@ class _Recorder:
         self._env, self._seen = env, now
         for key, value in frames.items():
             kept = self._frames.setdefault(key, [])
-            limit = min(self._max_length, self._max_bytes // value.nbytes)
+            limit = min(VIDEO_FRAMES, VIDEO_BYTES // value.nbytes)
             if len(kept) < limit and (not kept or kept[0].shape == value.shape):
                 # A copy, since the caller may use its buffers again.
                 kept.append(np.array(value))
@@ -412,10 +363,10 @@ def _check(
                 )
     return _Batch(
         envs,
-        required["reward"].astype(np.float32),
-        required["is_first"].astype(bool),
-        required["is_last"].astype(bool),
-        logs,
+        required["reward"].astype(np.float32).tolist(),
+        required["is_first"].astype(bool).tolist(),
+        required["is_last"].astype(bool).tolist(),
+        {key: array.tolist() for key, array in logs.items()},
         images,
         some_images,
     )
@@ -424,17 +375,3 @@ def _check(
 def _is_image(array: np.ndarray, ndim: int) -> bool:
     shaped = array.ndim == ndim and array.shape[-1] in CHANNELS
     return shaped and array.dtype == np.uint8 and array.size > 0
-
-
-def _without_repeats(envs: list[Hashable], rows: np.ndarray) -> list[np.ndarray]:
-    """Splits rows before repeated envs, so that no part has an env twice."""
-    if len({envs[row] for row in rows}) == len(rows):
-        return [rows] if len(rows) else []
-    starts: list[int] = []
-    seen: set[Hashable] = set()
-    for index, row in enumerate(rows):
-        if envs[row] in seen:
-            starts.append(index)
-            seen.clear()
-        seen.add(envs[row])
-    return np.split(rows, starts)

@@ -47,7 +47,7 @@ class Stateless(Stream):
         """Does nothing: there is no position to go to."""
 
 
-class _Wrapper(Stream):
+class StreamWrapper(Stream):
     """A stream over other streams: starting and closing it reach its sources."""
 
     def __init__(self, sources: Sequence[Stream]):
@@ -86,7 +86,7 @@ class _Wrapper(Stream):
         return data[key]
 
 
-class Map(_Wrapper):
+class Map(StreamWrapper):
     """Applies `fn(item, *args, **kwargs)` to every item of the source."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Map(_Wrapper):
         self._source.load(self._entry(data, "source"))
 
 
-class Zip(_Wrapper):
+class Zip(StreamWrapper):
     """Yields tuples of one item from every source; ends with the shortest source."""
 
     def __next__(self) -> tuple[Any, ...]:
@@ -134,7 +134,7 @@ class Zip(_Wrapper):
             source.load(state)
 
 
-class Mixer(_Wrapper):
+class Mixer(StreamWrapper):
     """Draws every item from one of several sources, chosen at random by weight.
 
     Args:
@@ -188,7 +188,7 @@ class Mixer(_Wrapper):
         self._rng.bit_generator.state = rng
 
 
-class Consec(_Wrapper):
+class Consec(StreamWrapper):
     """Cuts every sample of the source into consecutive chunks.
 
     With length=3, consec=3, prefix=2, where p marks context and digits the steps
@@ -316,7 +316,7 @@ class Consec(_Wrapper):
         )
 
 
-class Prefetch(_Wrapper):
+class Prefetch(StreamWrapper):
     """Fetches items in a background thread, ahead of the reader.
 
     The thread starts at the first `iter` or `next`. From then on it alone uses the

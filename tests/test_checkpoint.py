@@ -75,7 +75,7 @@ def trees():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    return Checkpoint(tmp_path, min_free_bytes=0)
+    return Checkpoint(tmp_path)
 
 
 class TestTrees:
@@ -303,7 +303,7 @@ class TestFiles:
     def test_the_root_may_be_a_link(self, tmp_path):
         (tmp_path / "real").mkdir()
         (tmp_path / "root").symlink_to(tmp_path / "real")
-        checkpoint = Checkpoint(tmp_path / "root", min_free_bytes=0)
+        checkpoint = Checkpoint(tmp_path / "root")
         checkpoint.save({"agent": 1})
         checkpoint.clean()
         assert checkpoint.load() == ({"agent": 1}, {})
@@ -321,7 +321,7 @@ class TestCommits:
 
     def test_several_writers_make_one_cut(self, tmp_path, checkpoint):
         tag = checkpoint.new_tag()
-        other = Checkpoint(tmp_path, min_free_bytes=0)
+        other = Checkpoint(tmp_path)
         records = checkpoint.write_part(tag, "agent", {"w": np.ones(2)})
         records += other.write_part(tag, "logger", {"step": 7})
         records.append(write_file(tmp_path, "replay/chunk", b"data", required=False))
@@ -385,12 +385,9 @@ class TestCommits:
             second,
         )
 
-    @pytest.mark.parametrize(
-        "meta", [{"a": (1,)}, {1: 2}, {"a": math.nan}, [], {"a": {1}}]
-    )
-    def test_meta_that_json_changes_is_refused(self, checkpoint, meta):
+    def test_meta_that_is_no_dict_is_refused(self, checkpoint):
         with pytest.raises(CheckpointError, match="Expected meta"):
-            checkpoint.save({"agent": 0}, meta)
+            checkpoint.save({"agent": 0}, [1])
         assert checkpoint.newest() is None
 
     @pytest.mark.parametrize(
@@ -416,7 +413,7 @@ class TestCommits:
     def test_tags_grow_over_instances_and_uncommitted_parts(self, tmp_path):
         tags = []
         for _ in range(5):
-            checkpoint = Checkpoint(tmp_path, min_free_bytes=0)
+            checkpoint = Checkpoint(tmp_path)
             tags += [checkpoint.new_tag(), checkpoint.new_tag()]
             checkpoint.write_part(tags[-1], "agent", 0)
         assert tags == sorted(set(tags))
@@ -431,7 +428,5 @@ class TestCommits:
 def test_arguments_are_checked(tmp_path):
     with pytest.raises(ValueError, match="keep at least 1"):
         Checkpoint(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="min_free_bytes"):
-        Checkpoint(tmp_path, min_free_bytes=-1)
     with pytest.raises(CheckpointError, match="relative to the root"):
         Checkpoint(tmp_path, folder="../ckpt")

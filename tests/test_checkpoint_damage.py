@@ -24,14 +24,14 @@ from embodied.checkpoint.store import Manifest
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    return Checkpoint(tmp_path, min_free_bytes=0)
+    return Checkpoint(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Saves two checkpoints; returns them with the contents of their files."""
     root = tmp_path_factory.mktemp("saved")
-    checkpoint = Checkpoint(root, min_free_bytes=0)
+    checkpoint = Checkpoint(root)
     old = {"agent": {"w": np.arange(50.0), "n": 1}, "logger": [1, "one"]}
     new = {"agent": {"w": -np.arange(50.0), "n": 2}, "logger": [2, "two"]}
     checkpoint.save(old, {"step": 1})
@@ -126,7 +126,7 @@ class TestDamage:
 class TestPruning:
     @pytest.mark.parametrize("keep", [1, 3])
     def test_the_newest_are_kept(self, tmp_path, keep):
-        checkpoint = Checkpoint(tmp_path, keep=keep, min_free_bytes=0)
+        checkpoint = Checkpoint(tmp_path, keep=keep)
         tags = [checkpoint.save({"agent": step}) for step in range(5)]
         expected = {"ckpt/manifest.json"}
         for tag in tags[-keep:]:
@@ -141,7 +141,7 @@ class TestPruning:
     )
     def test_chunks_live_as_long_as_a_kept_manifest_lists_them(self, keep, cuts):
         with tempfile.TemporaryDirectory() as root:
-            checkpoint = Checkpoint(root, keep=keep, min_free_bytes=0)
+            checkpoint = Checkpoint(root, keep=keep)
             unlisted = write_file(root, "replay/unlisted", b"")
             for cut in cuts:
                 records = [
@@ -154,7 +154,7 @@ class TestPruning:
             assert found == expected | {unlisted.path}
 
     def test_a_damaged_manifest_deletes_nothing_and_does_not_count(self, tmp_path):
-        checkpoint = Checkpoint(tmp_path, keep=2, min_free_bytes=0)
+        checkpoint = Checkpoint(tmp_path, keep=2)
         shared = write_file(tmp_path, "replay/shared", b"data", required=False)
 
         def save(step):
@@ -176,20 +176,20 @@ class TestPruning:
         assert (tmp_path / shared.path).exists()
 
     def test_the_parts_of_a_damaged_manifest_stay_for_its_repair(self, tmp_path):
-        checkpoint = Checkpoint(tmp_path, keep=3, min_free_bytes=0)
+        checkpoint = Checkpoint(tmp_path, keep=3)
         tags = [checkpoint.save({"agent": step}) for step in range(2)]
         copy = tmp_path / f"ckpt/manifests/{tags[1]}.json"
         good = copy.read_bytes()
         for path in (copy, tmp_path / "ckpt/manifest.json"):
             flip(path, 200)
-        checkpoint = Checkpoint(tmp_path, keep=3, min_free_bytes=0)
+        checkpoint = Checkpoint(tmp_path, keep=3)
         checkpoint.clean()
         assert checkpoint.load()[0] == {"agent": 0}
         copy.write_bytes(good)
         assert Checkpoint(tmp_path, keep=3).load()[0] == {"agent": 1}
 
     def test_a_checkpoint_that_lost_a_file_does_not_count(self, tmp_path):
-        checkpoint = Checkpoint(tmp_path, keep=2, min_free_bytes=0)
+        checkpoint = Checkpoint(tmp_path, keep=2)
         tags = [checkpoint.save({"agent": step}) for step in range(2)]
         (tmp_path / f"ckpt/agent/{tags[1]}.json").unlink()
         checkpoint.save({"agent": 2})
@@ -197,7 +197,7 @@ class TestPruning:
         assert checkpoint.load() == ({"agent": 0}, {})
 
     def test_a_failed_deletion_is_a_warning_and_tried_again(self, tmp_path, caplog):
-        checkpoint = Checkpoint(tmp_path, keep=1, min_free_bytes=0)
+        checkpoint = Checkpoint(tmp_path, keep=1)
         first = checkpoint.commit(
             checkpoint.new_tag(), [write_file(tmp_path, "x", b"1")]
         )
@@ -216,7 +216,7 @@ class TestReadersOfARunThatGoesOn:
 
     @pytest.fixture
     def run(self, tmp_path):
-        run = Checkpoint(tmp_path, keep=1, min_free_bytes=0)
+        run = Checkpoint(tmp_path, keep=1)
         run.save({"agent": 0}, {"step": 0})
         return run
 
@@ -297,7 +297,7 @@ class TestHostileManifests:
         victim = tmp_path / "victim"
         victim.write_bytes(b"abc")
         self.plant(root, path.format(outside=victim))
-        checkpoint = Checkpoint(root, keep=1, min_free_bytes=0)
+        checkpoint = Checkpoint(root, keep=1)
         with pytest.raises(CheckpointError, match=r"No checkpoint .* is whole"):
             checkpoint.newest()
         checkpoint.save({"agent": 1})
@@ -308,7 +308,7 @@ class TestHostileManifests:
 
     def test_the_current_manifest_is_not_deleted_for_an_old_one(self, tmp_path):
         self.plant(tmp_path, "ckpt/manifest.json")
-        checkpoint = Checkpoint(tmp_path, keep=1, min_free_bytes=0)
+        checkpoint = Checkpoint(tmp_path, keep=1)
         checkpoint.save({"agent": 1})
         assert (tmp_path / "ckpt/manifest.json").exists()
 

@@ -154,8 +154,8 @@ class TestModes:
         finished = Episodes().add_batch(batch, [0, 1, 2], np.array([0, 1, 0]))
         assert [next(iter(item.items())) for item in finished] == [
             ("episode/score", 1.0),
-            ("episode/score", 3.0),
             ("eval_episode/score", 2.0),
+            ("episode/score", 3.0),
         ]
 
 
@@ -238,15 +238,14 @@ class TestMemory:
         for env in range(1000):
             episodes.add(transition(first=True, **{"log/x": np.float32(1)}), env)
             clock.now += 0.5
-        mode = episodes._modes[False]
-        assert len(mode._slots) <= 8
-        assert len(mode._columns) <= 8
+        episodes.result()
+        assert len(episodes._modes[False]._open) <= 8
 
     def test_envs_between_episodes_take_no_room(self):
         episodes = Episodes()
         for env in range(100):
             run(episodes, env, [0, 1])
-        assert len(episodes._modes[False]._columns) == 1
+        assert not episodes._modes[False]._open
 
 
 class TestVideo:
@@ -268,10 +267,12 @@ class TestVideo:
         assert "epstats/policy_image" not in episodes.result()
 
     @pytest.mark.parametrize(
-        "limits", [{"video_length": 3}, {"video_bytes": 3 * 4 * 4 * 3 + 1}]
+        "limit", [{"VIDEO_FRAMES": 3}, {"VIDEO_BYTES": 3 * 4 * 4 * 3 + 1}]
     )
-    def test_only_the_first_frames_of_a_long_episode_are_kept(self, limits):
-        episodes = Episodes(**limits)
+    def test_only_the_first_frames_of_a_long_episode_are_kept(self, limit, monkeypatch):
+        for name, value in limit.items():
+            monkeypatch.setattr(f"embodied.episodes.{name}", value)
+        episodes = Episodes()
         images = np.concatenate([frames(1, index) for index in range(10)])
         run(episodes, 0, [0] * 10, image=images)
         video = episodes.result()["epstats/policy_image"]

@@ -76,7 +76,7 @@ class ActingAgent(Agent):
         params = jax.eval_shape(self._init, jax.random.key(seed))
         self._shapes, self._leaves = params, flat_params(params)
         self._shardings = jax.tree.leaves(self._layout.weights(params))
-        self._parameters = Parameters(lambda leaves: leaves, wait=True)
+        self._parameters = Parameters(None, wait=True)
         # The seeds of the full agent, for the same actions.
         seeds = (seed, jax.process_index())
         self._runner = PolicyRunner(

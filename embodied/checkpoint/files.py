@@ -73,24 +73,20 @@ class FileRecord:
                 f"A file record has the fields {', '.join(_RECORD_FIELDS)}, got "
                 f"{data!r:.200}."
             )
-        record = cls(**data)
-        record.check()
-        return record
-
-    def check(self) -> None:
-        """Raises CheckpointError unless every field is valid."""
         for name, kind in _RECORD_FIELDS.items():
-            if type(getattr(self, name)) is not kind:
+            if type(data[name]) is not kind:
                 raise CheckpointError(
                     f"A file record expected {kind.__name__} as {name}, "
-                    f"got {getattr(self, name)!r:.200}."
+                    f"got {data[name]!r:.200}."
                 )
-        check_path(self.path)
-        if self.size < 0 or not _DIGEST.fullmatch(self.digest):
+        record = cls(**data)
+        check_path(record.path)
+        if record.size < 0 or not _DIGEST.fullmatch(record.digest):
             raise CheckpointError(
                 "A file record expected a size of at least 0 and a digest like "
-                f"{DIGEST_PREFIX}…, got {self.size} and {self.digest!r:.100}."
+                f"{DIGEST_PREFIX}…, got {record.size} and {record.digest!r:.100}."
             )
+        return record
 
 
 class HashedReader:
@@ -102,8 +98,7 @@ class HashedReader:
     """
 
     def __init__(self, root: Root, path: str):
-        self._path = path
-        target = locate(root, path)
+        target = self.path = locate(root, path)
         try:
             # Opening a pipe would wait for a writer, so check the file type first.
             if not stat.S_ISREG(target.stat().st_mode):
@@ -123,6 +118,21 @@ class HashedReader:
     def __exit__(self, *exception: object) -> None:
         self._file.close()
 
+    @property
+    def digest(self) -> str:
+        """The digest of what was read."""
+        return DIGEST_PREFIX + self._hash.hexdigest()
+
+    def read(self) -> bytes:
+        """Returns the whole file."""
+        try:
+            data = self._file.readall()
+        except OSError as error:
+            raise CheckpointError(f"Cannot read {self.path}: {error}.") from error
+        self._hash.update(data)
+        self._done = len(data)
+        return data
+
     def fill(self, view: memoryview) -> None:
         """Reads the next bytes, as many as `view` (of format 'B') holds."""
         start = 0
@@ -131,10 +141,10 @@ class HashedReader:
             try:
                 count = self._file.readinto(part)
             except OSError as error:
-                raise CheckpointError(f"Cannot read {self._path}: {error}.") from error
+                raise CheckpointError(f"Cannot read {self.path}: {error}.") from error
             if not count:
                 raise CheckpointError(
-                    f"{self._path} is truncated: it ends after {self._done} bytes."
+                    f"{self.path} is truncated: it ends after {self._done} bytes."
                 )
             self._hash.update(part[:count])
             self._done += count
@@ -144,16 +154,15 @@ class HashedReader:
         """Reads the rest of the file; raises unless size and digest match `record`."""
         if self.size != record.size:
             raise CheckpointError(
-                f"{self._path} is damaged: it has {self.size} bytes, "
+                f"{self.path} is damaged: it has {self.size} bytes, "
                 f"expected {record.size}."
             )
         rest = memoryview(bytearray(min(_SLICE, self.size - self._done)))
         while self._done < self.size:
             self.fill(rest[: self.size - self._done])
-        found = DIGEST_PREFIX + self._hash.hexdigest()
-        if found != record.digest:
+        if self.digest != record.digest:
             raise CheckpointError(
-                f"{self._path} is damaged: its digest is {found}, "
+                f"{self.path} is damaged: its digest is {self.digest}, "
                 f"expected {record.digest}."
             )
 
@@ -201,11 +210,10 @@ def temporary_beside(target: Path) -> Path:
     return target.with_name(f".{secrets.token_hex(8)}.partial-save")
 
 
-def read_file(root: Root, path: str, record: FileRecord | None = None) -> bytearray:
+def read_file(root: Root, path: str, record: FileRecord | None = None) -> bytes:
     """Returns the contents of a file, checked against `record` if given."""
     with HashedReader(root, path) as reader:
-        data = bytearray(reader.size)
-        reader.fill(memoryview(data))
+        data = reader.read()
         if record is not None:
             reader.check(record)
     return data
@@ -222,7 +230,7 @@ def seal(content: Any) -> bytes:
     return b'{"digest":"%s","content":%s}' % (digest.encode(), text)
 
 
-def unseal(path: str, data: bytes | bytearray) -> Any:
+def unseal(path: str, data: bytes) -> Any:
     """Returns the content given to `seal`; `path` names the file in errors."""
     sealed = re.fullmatch(
         rb'\{"digest":"(sha256:[0-9a-f]{64})","content":(.*)\}', data, re.DOTALL
@@ -230,7 +238,7 @@ def unseal(path: str, data: bytes | bytearray) -> Any:
     if not sealed:
         raise CheckpointError(
             f"{path} is damaged: expected a JSON object with digest and content, "
-            f"got {bytes(data[:40])!r}."
+            f"got {data[:40]!r}."
         )
     found = DIGEST_PREFIX + hashlib.sha256(sealed[2]).hexdigest()
     if found.encode() != sealed[1]:
@@ -340,18 +348,17 @@ def delete(root: Root, path: str) -> bool:
     return True
 
 
-def require_space(folder: Root, needed: int, spare: int | None = None) -> None:
-    """Raises unless the disk has room for `needed` bytes and `spare` more.
+def require_space(folder: Root, needed: int) -> None:
+    """Raises unless the disk has room for `needed` bytes and some more.
 
-    By default `spare` is a share of `needed` (at least 1 MB), so that small disks can
+    What must stay free is a share of `needed` (at least 1 MB), so that small disks can
     be used, too.
 
     Raises:
       DiskTooSmallError: the disk would be too small even if it were empty.
       CheckpointError: the disk has too little free space at present.
     """
-    if spare is None:
-        spare = max(_SPARE_BYTES, int(_SPARE_SHARE * needed))
+    spare = max(_SPARE_BYTES, int(_SPARE_SHARE * needed))
     usage = disk_usage(folder)
     words = f"a part of the checkpoint needs {_megabytes(needed)}, and "
     words += f"{_megabytes(spare)} must stay free"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import json
 import logging
 import os
 import re
@@ -50,23 +49,17 @@ logger = logging.getLogger("embodied.checkpoint")
 class Cut(Protocol):
     """State of one moment that writes files of its own, such as that of a replay."""
 
-    def write(self) -> SavedCut:
-        """Writes the files."""
-
-    def close(self) -> None:
-        """Frees what the cut holds. May be called more than once."""
-
-
-class SavedCut(Protocol):
-    """The files of a cut, to be committed or discarded."""
-
-    data: Tree  # The rest of the state.
+    def write(self) -> Tree:
+        """Writes the files, and returns the rest of the state."""
 
     def records(self, root: Root) -> list[FileRecord]:
         """Returns the records of the files, relative to the root."""
 
+    def close(self) -> None:
+        """Frees what the cut holds. May be called more than once."""
+
     def discard(self) -> None:
-        """Removes the files."""
+        """Removes the files that were written, because they were not committed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +69,7 @@ class Manifest:
     Args:
       tag: name of the cut; tags of later cuts sort after it.
       files: all files of the checkpoint, sorted by path.
-      meta: facts that are needed before a part is read, such as the step.
+      meta: facts that are needed before a part is read, such as the step; JSON.
     """
 
     tag: str
@@ -85,30 +78,19 @@ class Manifest:
 
     @classmethod
     def of(
-        cls, tag: str, records: Iterable[FileRecord], meta: dict[str, Any] | None
+        cls, tag: str, records: Iterable[FileRecord], meta: dict[str, Any]
     ) -> Manifest:
         """Makes a manifest from the records of all processes; checks and sorts them."""
         check_tag(tag)
         files: dict[str, FileRecord] = {}
         for record in records:
-            record.check()
             if files.setdefault(record.path, record) != record:
                 raise CheckpointError(
                     f"Two different records of {record.path} in checkpoint {tag}: "
                     f"{files[record.path]} and {record}."
                 )
-        meta = {} if meta is None else meta
-        try:
-            same = json.loads(json.dumps(meta, allow_nan=False)) == meta
-        except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"Expected meta that JSON can hold, got {meta!r:.200}: {error}."
-            ) from error
-        if not same or type(meta) is not dict:
-            raise CheckpointError(
-                "Expected meta as a dict that JSON gives back unchanged, without "
-                f"tuples and with str keys, got {meta!r:.200}."
-            )
+        if not isinstance(meta, dict):
+            raise CheckpointError(f"Expected meta as a dict, got {meta!r:.200}.")
         return cls(tag, tuple(files[path] for path in sorted(files)), meta)
 
     def to_bytes(self) -> bytes:
@@ -119,7 +101,7 @@ class Manifest:
         )
 
     @classmethod
-    def from_bytes(cls, path: str, data: bytes | bytearray) -> Manifest:
+    def from_bytes(cls, path: str, data: bytes) -> Manifest:
         """Returns the manifest that `to_bytes` encoded; `path` is named in errors."""
         content = unseal(path, data)
         try:
@@ -186,7 +168,7 @@ class ManifestFiles:
         return [readable[tag] for tag in sorted(readable, reverse=True)], damaged
 
     def _parse(self, path: str) -> Manifest:
-        data = bytes(read_file(self._root, path))
+        data = read_file(self._root, path)
         before = self._parsed.get(path)
         if before is None or before[0] != data:
             before = self._parsed[path] = (data, Manifest.from_bytes(path, data))
@@ -213,26 +195,15 @@ class CheckpointStore:
       root: the logdir; manifests list files relative to it.
       folder: where manifests and parts lie, relative to the root.
       keep: number of checkpoints to keep.
-      min_free_bytes: free space that each part of a save must leave on the disk; None
-        for a share of the part's own size.
     """
 
-    def __init__(
-        self,
-        root: Root,
-        folder: str = "ckpt",
-        keep: int = 3,
-        min_free_bytes: int | None = None,
-    ):
+    def __init__(self, root: Root, folder: str = "ckpt", keep: int = 3):
         check_path(folder)
         if keep < 1:
             raise ValueError(f"Expected to keep at least 1 checkpoint, got {keep}.")
-        if min_free_bytes is not None and min_free_bytes < 0:
-            raise ValueError(f"Expected min_free_bytes >= 0, got {min_free_bytes}.")
         self.root = Path(root).absolute()
         self.folder = folder
         self.keep = keep
-        self._min_free_bytes = min_free_bytes
         self._manifests = ManifestFiles(self.root, folder)
         self._lock = threading.RLock()  # Guards _last_tag, and admits one writer.
         self._last_tag: str | None = None
@@ -267,7 +238,7 @@ class CheckpointStore:
                 f"Checkpoint {tag} is committed and must not change. Write the part "
                 f"{name!r} under a new tag."
             )
-        return save_tree(self.root, stem, tree, min_free_bytes=self._min_free_bytes)
+        return save_tree(self.root, stem, tree)
 
     def commit(
         self,
@@ -282,7 +253,7 @@ class CheckpointStore:
             not newer than the last commit, or the manifest could not be written.
         """
         with self._lock:
-            manifest = Manifest.of(tag, records, meta)
+            manifest = Manifest.of(tag, records, meta or {})
             readable, _ = self._manifests.read()
             if readable and tag <= readable[0].tag:
                 raise CheckpointError(
@@ -419,7 +390,7 @@ class PartWriter:
         self._checkpoint = checkpoint
         self._suffix = suffix
         self._tag = ""
-        self._saved: list[SavedCut] = []  # Written under that tag.
+        self._saved: list[Cut] = []  # Written under that tag.
         self._warned = False  # Whether the disk's room for `keep` has been checked.
 
     def write(self, tag: str, states: Mapping[str, Tree | Cut]) -> list[FileRecord]:
@@ -444,11 +415,11 @@ class PartWriter:
                 for name, state in states.items():
                     if isinstance(state, Cut):
                         # Closed early, so that waiting inserts go on.
-                        with contextlib.closing(state):
-                            saved = state.write()
-                        self._saved.append(saved)
-                        records += saved.records(self._checkpoint.root)
-                        state = saved.data
+                        cut = state
+                        with contextlib.closing(cut):
+                            state = cut.write()
+                        self._saved.append(cut)
+                        records += cut.records(self._checkpoint.root)
                     name += self._suffix
                     parts += self._checkpoint.write_part(tag, name, state)
         except BaseException:

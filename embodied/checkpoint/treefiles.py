@@ -34,12 +34,12 @@ _MAX_DIMENSIONS = 32
 _MAX_INTEGER = 1 << 63
 
 # Extension types have no byte order, so their names identify them.
-_EXTENSIONS = {
+EXTENSIONS = {
     np.dtype(kind).name: np.dtype(kind)
     for kind in vars(ml_dtypes).values()
     if isinstance(kind, type) and issubclass(kind, np.generic)
 }
-_DTYPES = _EXTENSIONS | {
+_DTYPES = EXTENSIONS | {
     text: np.dtype(text)
     for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
     for text in (
@@ -55,12 +55,7 @@ _SAFETENSORS = {"|b1": "BOOL", "|u1": "U8", "|i1": "I8"} | {
 _UNSIGNED = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
 
 
-def save_tree(
-    root: Root,
-    path_stem: str,
-    tree: Tree,
-    min_free_bytes: int | None = 0,
-) -> list[FileRecord]:
+def save_tree(root: Root, path_stem: str, tree: Tree) -> list[FileRecord]:
     """Writes a tree as `path_stem`.safetensors and `path_stem`.json.
 
     Args:
@@ -69,16 +64,13 @@ def save_tree(
       tree: nested dicts with str keys, lists and tuples of NumPy arrays and scalars
         (bool, int, float, complex, and the types of ml_dtypes), int, float, str,
         bytes, bool and None. `load_tree` restores their types; arrays in C order.
-      min_free_bytes: free space to leave on the disk; None for a share of the bytes
-        that are written.
 
     Raises:
       CheckpointError: the tree holds another type, or could not be written.
     """
     encoder = _Encoder()
     structure = encoder.encode(tree, "tree", ())
-    nbytes = sum(array.nbytes for array in encoder.arrays)
-    require_space(root, nbytes, min_free_bytes)
+    require_space(root, sum(array.nbytes for array in encoder.arrays))
     data = _safetensors(encoder.table, encoder.arrays)
     arrays = write_file(root, f"{path_stem}.safetensors", data)
     content = {
@@ -229,7 +221,7 @@ def _decode(node: Any, arrays: list[np.ndarray]) -> Tree:
 
 
 def _dtype_code(dtype: np.dtype, where: str) -> str:
-    code = dtype.name if dtype.name in _EXTENSIONS else dtype.str
+    code = dtype.name if dtype.name in EXTENSIONS else dtype.str
     if _DTYPES.get(code) != dtype:
         raise CheckpointError(
             f"Cannot save {where}: expected a dtype that is bool, integer, float, "
@@ -263,7 +255,7 @@ def _safetensors_header(table: Table) -> tuple[bytes, int]:
         dtype = _DTYPES[code]
         little = dtype.newbyteorder("<").str
         stored = list(shape)
-        if code in _EXTENSIONS or little not in _SAFETENSORS:
+        if code in EXTENSIONS or little not in _SAFETENSORS:
             label = _UNSIGNED.get(dtype.itemsize, "U8")
             stored += [] if dtype.itemsize in _UNSIGNED else [dtype.itemsize]
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -95,14 +95,11 @@ class JaxAgent(Agent):
             acting = devices.policy_layout(options.policy_devices, options.policy_mesh)
         # Platform of the devices that act: cpu, gpu or tpu.
         self.platform = (acting or train).mesh.devices.flat[0].platform
-        parameters, publish_shardings = None, None
+        same = acting is not None and acting.mesh == train.mesh
+        parameters = None
         if acting is not None:
-            same = acting.mesh == train.mesh
-            publish_shardings = acting.weights if same else None
-            parameters = Parameters(
-                _keep if same else _mover(acting),
-                wait=options.deterministic or _overlap(train, acting),
-            )
+            wait = options.deterministic or _overlap(train, acting)
+            parameters = Parameters(None if same else acting, wait)
         self._trainer = TrainRunner(
             algorithm,
             train,
@@ -110,7 +107,7 @@ class JaxAgent(Agent):
             options.seed,
             NonfiniteWatch(options.max_nonfinite, options.folder),
             parameters.publish if parameters else None,
-            publish_shardings,
+            same,
             options.compiler,
         )
         self._policy_runner: PolicyRunner | None = None
@@ -273,21 +270,6 @@ def split_parts(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     opt = {k.removeprefix(OPT): v for k, v in arrays.items() if k.startswith(OPT)}
     params = {k: v for k, v in arrays.items() if not k.startswith(OPT)}
     return {"params": params, "opt": opt}
-
-
-def _mover(layout: Layout) -> Callable[[list[Array]], list[Array]]:
-    shardings: list[Any] = []  # Of all leaves, from the first call on.
-
-    def move(leaves: list[Array]) -> list[Array]:
-        if not shardings:
-            shardings.extend(layout.weights(leaves))
-        return devices.copy_to_local(leaves, shardings)
-
-    return move
-
-
-def _keep(leaves: list[Array]) -> list[Array]:
-    return leaves
 
 
 def _overlap(one: Layout, other: Layout) -> bool:

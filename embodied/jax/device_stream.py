@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,24 +28,19 @@ def seed_words(*entropy: int) -> np.ndarray:
     return np.random.SeedSequence(entropy).generate_state(2, np.uint32)
 
 
-class Seeded(Stream):
+class Seeded(streams.StreamWrapper):
     """Adds `seed` to every batch; its position is saved with that of the source.
 
     Args:
-      source: a stream, or any other iterable, which has no position to save.
+      source: the stream of batches.
       entropy: numbers that seeds depend on, beside the index of the batch.
     """
 
-    def __init__(self, source: Iterable[dict[str, Array]], *entropy: int):
-        if not all(hasattr(source, name) for name in ("__next__", "save", "load")):
-            source = streams.Stateless(iter(source))
-        self._source: Any = source
+    def __init__(self, source: Stream, *entropy: int):
+        super().__init__([source])
+        self._source = source
         self._entropy = entropy
         self._index = 0
-
-    def __iter__(self) -> Self:
-        iter(self._source)
-        return self
 
     def __next__(self) -> dict[str, Array]:
         batch = next(self._source)
@@ -63,11 +58,6 @@ class Seeded(Stream):
         self._source.load(data["source"])
         self._entropy = tuple(int(word) for word in data["entropy"])
         self._index = int(data["index"])
-
-    def close(self) -> None:
-        """Closes the source."""
-        if hasattr(self._source, "close"):  # Users' own streams may have none.
-            self._source.close()
 
 
 class Placer:
@@ -128,6 +118,15 @@ class Placer:
 def open_stream(
     source: Iterable[dict[str, Array]], placer: Placer, *entropy: int
 ) -> Iterator[dict[str, Array]]:
-    """Opens a stream whose batches are moved to the devices ahead of the reader."""
-    seeded = Seeded(source, *entropy)
+    """Opens a stream whose batches are moved to the devices ahead of the reader.
+
+    Args:
+      source: a stream, or any other iterable, which has no position to save.
+      placer: moves the batches.
+      *entropy: numbers that seeds depend on.
+    """
+    stream: Any = source
+    if not all(hasattr(source, name) for name in ("__next__", "save", "load")):
+        stream = streams.Stateless(iter(source))
+    seeded = Seeded(stream, *entropy)
     return streams.Prefetch(seeded, transform=placer, amount=AHEAD)

@@ -223,49 +223,6 @@ def fetch(tree: Tree) -> Tree:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Packed:
-    """A dict of arrays, with the scalars of each dtype in one array.
-
-    Fetching takes a separate copy from the device for each array, however small.
-
-    Attributes:
-      vectors: the scalars of each dtype, [N], by dtype.
-      rest: arrays with dimensions, by key.
-      names: keys of the scalars, by dtype.
-    """
-
-    vectors: dict[str, jax.Array]
-    rest: dict[str, jax.Array]
-    names: tuple[tuple[str, tuple[str, ...]], ...] = dataclasses.field(
-        metadata={"static": True}
-    )
-
-    def unpack(self) -> dict[str, np.ndarray]:
-        """Returns the dict; the arrays must be on the host."""
-        result: dict[str, Any] = dict(self.rest)
-        for dtype, names in self.names:
-            result.update(zip(names, self.vectors[dtype]))
-        return result
-
-
-def pack(arrays: Mapping[str, jax.Array]) -> Packed:
-    """Packs a dict of arrays; call it within the function that computes them."""
-    groups: dict[str, dict[str, jax.Array]] = {}
-    rest = {}
-    for key, value in sorted(arrays.items()):
-        if value.ndim:
-            rest[key] = value
-        else:
-            groups.setdefault(str(value.dtype), {})[key] = value
-    vectors = {
-        dtype: jnp.stack(list(group.values())) for dtype, group in groups.items()
-    }
-    names = tuple((dtype, tuple(group)) for dtype, group in sorted(groups.items()))
-    return Packed(vectors, rest, names)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Rows:
     """A tree of arrays [rows, ...] as one array of bytes.
 
@@ -312,6 +269,23 @@ class Rows:
             leaves.append(leaf.reshape((len(self.block), *shape)))
             start = stop
         return jax.tree.unflatten(self.treedef, leaves)
+
+
+Packed = tuple[Rows | None, dict[str, jax.Array]]  # Scalars, and other arrays.
+
+
+def pack(arrays: Mapping[str, jax.Array]) -> Packed:
+    """Joins the scalars of a dict; call it within the function that computes them."""
+    scalars = {key: value[None] for key, value in arrays.items() if not value.ndim}
+    rest = {key: value for key, value in arrays.items() if value.ndim}
+    return Rows.join(scalars) if scalars else None, rest
+
+
+def fetch_packed(packed: Packed) -> dict[str, np.ndarray]:
+    """Waits for what `pack` returned, and returns the dict."""
+    rows, rest = fetch(packed)
+    scalars = rows.split() if rows else {}
+    return rest | {key: value[0] for key, value in scalars.items()}
 
 
 def _host_bytes(x: Any) -> np.ndarray:

@@ -111,11 +111,11 @@ class Categorical:
         onehot = jax.nn.one_hot(
             index, self.logprobs.shape[-1], dtype=self.logprobs.dtype
         )
-        return self._total((onehot * self.logprobs).sum(-1))
+        return _total(self.event, (onehot * self.logprobs).sum(-1))
 
     def entropy(self) -> Array:
         """Entropy of the event."""
-        return self._total(-(self.probs * self.logprobs).sum(-1))
+        return _total(self.event, -(self.probs * self.logprobs).sum(-1))
 
     def entropy_bounds(self) -> tuple[float, float]:
         """Least and greatest entropy that the event can have."""
@@ -126,10 +126,9 @@ class Categorical:
 
     def kl(self, other: Categorical) -> Array:
         """Divergence KL(self || other) of the event."""
-        return self._total((self.probs * (self.logprobs - other.logprobs)).sum(-1))
-
-    def _total(self, x: Array) -> Array:
-        return x.sum(tuple(range(x.ndim - self.event, x.ndim)))
+        return _total(
+            self.event, (self.probs * (self.logprobs - other.logprobs)).sum(-1)
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -171,20 +170,17 @@ class BoundedNormal:
         """Log-probability of an event."""
         distance = (f32(value) - self.mean) / self.std
         logp = -0.5 * jnp.square(distance) - jnp.log(self.std)
-        return self._total(logp - 0.5 * math.log(2 * math.pi))
+        return _total(self.event, logp - 0.5 * math.log(2 * math.pi))
 
     def entropy(self) -> Array:
         """Entropy of the event."""
-        return self._total(_normal_entropy(0.0) + jnp.log(self.std))
+        return _total(self.event, _normal_entropy(0.0) + jnp.log(self.std))
 
     def entropy_bounds(self) -> tuple[float, float]:
         """Least and greatest entropy that the event can have."""
         count = math.prod(self.mean.shape[self.mean.ndim - self.event :])
         low, high = math.log(self.minstd), math.log(self.maxstd)
         return count * _normal_entropy(low), count * _normal_entropy(high)
-
-    def _total(self, x: Array) -> Array:
-        return x.sum(tuple(range(x.ndim - self.event, x.ndim)))
 
 
 @jax.tree_util.register_dataclass
@@ -279,8 +275,12 @@ def twohot_bins(count: int) -> np.ndarray:
 
 def squared_error(prediction: Array, target: Array, event: int) -> Array:
     """Squared error, summed over the last `event` axes."""
-    error = jnp.square(f32(prediction) - sg(f32(target)))
-    return error.sum(tuple(range(error.ndim - event, error.ndim)))
+    return _total(event, jnp.square(f32(prediction) - sg(f32(target))))
+
+
+def _total(event: int, x: Array) -> Array:
+    """Sums over the last `event` axes."""
+    return x.sum(tuple(range(x.ndim - event, x.ndim)))
 
 
 @jax.custom_jvp

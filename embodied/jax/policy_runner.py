@@ -39,23 +39,27 @@ class Parameters:
     """The policy's parameters, which change as a whole. `_lock` guards them.
 
     Args:
-      move: copies published parameters to the devices of the policy.
+      layout: of the policy's devices, which published parameters are copied to; None
+        if they are there already.
       wait: whether to take the newest parameters even if the update that computes them
         has not ended. A policy on its own devices would have to wait for training. A
         policy that shares them waits anyway, and becomes deterministic.
     """
 
-    def __init__(self, move: Callable[[list[Array]], list[Array]], wait: bool):
-        self._move = move
+    def __init__(self, layout: Layout | None, wait: bool):
+        self._layout = layout
+        self._shardings: list[Any] | None = None  # From the first parameters on.
         self._wait = wait
         self._lock = threading.Lock()
         self._versions: collections.deque[list[Array]] = collections.deque()
 
     def publish(self, leaves: list[Array]) -> None:
         """Provides newer parameters, without waiting until they are computed."""
-        moved = self._move(leaves)
+        if self._layout is not None:
+            self._shardings = self._shardings or self._layout.weights(leaves)
+            leaves = devices.copy_to_local(leaves, self._shardings)
         with self._lock:
-            self._versions.append(moved)
+            self._versions.append(leaves)
             self._drop_older()
 
     def newest(self) -> list[Array]:

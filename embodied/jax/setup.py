@@ -62,7 +62,6 @@ def setup(
     replica: int = 0,
     replicas: int = 1,
     train_devices: int = 1,
-    cache: str | os.PathLike[str] | None = None,
 ) -> Backend:
     """Prepares JAX and returns the devices that it found.
 
@@ -80,8 +79,6 @@ def setup(
       replica: index of this host.
       replicas: number of hosts that train together.
       train_devices: number of devices that train, on each host.
-      cache: folder of compiled programs; by default that of JAX's own settings, else
-        one in the user's cache.
 
     Raises:
       SetupError: the devices are not those that the settings ask for.
@@ -110,7 +107,7 @@ def setup(
     if debug:
         jax.config.update("jax_debug_nans", True)
         jax.config.update("jax_debug_infs", True)
-    _use_cache(cache)
+    _use_cache()
     if replicas > 1:
         _connect(coordinator_address, replica, replicas)
     backend = _look(platform, compute_dtype)
@@ -166,18 +163,17 @@ def cache_folder(environ: Mapping[str, str]) -> pathlib.Path:
     return pathlib.Path(root, CACHE_FOLDER)
 
 
-def _use_cache(folder: str | os.PathLike[str] | None) -> None:
+def _use_cache() -> None:
     config: Any = jax.config  # Type checkers know none of its settings.
-    if folder is None:
-        if config.jax_compilation_cache_dir:
-            return  # The user has chosen one, by JAX_COMPILATION_CACHE_DIR.
-        folder = cache_folder(os.environ)
-        jax.config.update(
-            "jax_persistent_cache_min_compile_time_secs", SLOW_COMPILE_SECONDS
-        )
+    if config.jax_compilation_cache_dir:
+        return  # The user has chosen one, by JAX_COMPILATION_CACHE_DIR.
+    folder = cache_folder(os.environ)
+    jax.config.update(
+        "jax_persistent_cache_min_compile_time_secs", SLOW_COMPILE_SECONDS
+    )
     try:
         # Programs in the cache are run, so no other user may write to it.
-        pathlib.Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"{folder} cannot be written")
     except OSError as error:

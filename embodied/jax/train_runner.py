@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import pathlib
@@ -31,13 +30,8 @@ TRAIN_SEED, REPORT_SEED = 1, 2
 BATCH_FILE = "nonfinite_batch.npz"
 
 
-@dataclasses.dataclass(frozen=True)
-class PendingUpdate:
-    """Results of an update, still on the devices, and the batch it was made of."""
-
-    batch: Mapping[str, Array]
-    outputs: dict[str, Any]
-    metrics: Packed
+# An update's batch, outputs and metrics, of which the latter are still on the devices.
+Update = tuple[Mapping[str, Array], dict[str, Any], Packed]
 
 
 class TrainRunner:
@@ -59,8 +53,8 @@ class TrainRunner:
       watch: called after each update that was not finite, with the number of such
         updates in a row and the batch of this one.
       publish: gets the leaves of the policy's parameters after each update.
-      publish_shardings: maps the tree of these parameters' shapes to shardings; by
-        default they are whole on every device.
+      publish_split: whether large ones of these parameters are split over devices, as
+        the state is; otherwise they are whole on every device.
       options: options of the compiler.
     """
 
@@ -72,7 +66,7 @@ class TrainRunner:
         seed: int,
         watch: Callable[[int, Mapping[str, Array]], None],
         publish: Callable[[list[Array]], None] | None = None,
-        publish_shardings: Callable[[Tree], Tree] | None = None,
+        publish_split: bool = False,
         options: Mapping[str, Any] | None = None,
     ):
         self.updates = 0
@@ -84,7 +78,7 @@ class TrainRunner:
         self._watch = watch
         self._options = options
         self._lock = threading.Lock()
-        self._pending: PendingUpdate | None = None
+        self._pending: Update | None = None
         self._steps: dict[tuple[str, tuple], Callable[..., Any]] = {}
         self._carries: dict[int, Callable[[], Tree]] = {}  # By rows.
         key = jax.random.key(seed)
@@ -96,8 +90,12 @@ class TrainRunner:
         self._params_shardings: Any = None
         if publish is not None:
             params = jax.eval_shape(algorithm.policy_params, shapes)
-            choose = publish_shardings or self._everywhere
-            self._params_shardings = jax.tree.leaves(choose(params))
+            leaves = jax.tree.leaves(params)
+            self._params_shardings = (
+                layout.weights(leaves)
+                if publish_split
+                else [layout.everywhere for _ in leaves]
+            )
             self.publish()
 
     @property
@@ -145,10 +143,7 @@ class TrainRunner:
             self._leaves, carry, outputs, metrics, params = results
             self.updates += 1
             devices.start_fetch((outputs, metrics))
-            before, self._pending = (
-                self._pending,
-                PendingUpdate(batch, outputs, metrics),
-            )
+            before, self._pending = self._pending, (batch, outputs, metrics)
             if self._publish is not None:
                 self._publish(params)
         return carry, *self._finish(before)
@@ -168,7 +163,7 @@ class TrainRunner:
             step = self._step("report", self._report, batch, (carry, batch, seed))
             carry, metrics = step(self._leaves, carry, batch, seed)
         devices.start_fetch(metrics)
-        return carry, devices.fetch(metrics).unpack()
+        return carry, devices.fetch_packed(metrics)
 
     def publish(self) -> None:
         """Hands the policy its parameters, outside of an update."""
@@ -267,9 +262,6 @@ class TrainRunner:
         state = jax.tree.unflatten(self._treedef, leaves)
         return self._algorithm.policy_params(state)
 
-    def _everywhere(self, tree: Tree) -> Tree:
-        return jax.tree.map(lambda _: self._layout.everywhere, tree)
-
     def _inputs(
         self, batch: Mapping[str, Array], purpose: int
     ) -> tuple[dict[str, Array], Array]:
@@ -284,18 +276,19 @@ class TrainRunner:
         return batch, seed
 
     def _finish(
-        self, update: PendingUpdate | None
+        self, update: Update | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Waits for an update; returns its outputs, if they are finite, and metrics."""
         if update is None:
             return {}, {}
-        metrics = devices.fetch(update.metrics).unpack()
+        batch, outputs, packed = update
+        metrics = devices.fetch_packed(packed)
         streak = int(metrics.get(NONFINITE, 0))
         if not streak:
-            return devices.fetch(update.outputs), metrics
+            return devices.fetch(outputs), metrics
         if streak == 1:
             self._check_state()
-        self._watch(streak, update.batch)
+        self._watch(streak, batch)
         return {}, metrics  # Recurrent states of such a batch are of no use.
 
     def _check_state(self) -> None:

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embodied.jax.nets import f32
+from embodied.jax.nets import Array, f32
 from embodied.space import Space
-
-Array = jax.Array
 
 MOST_CLASSES = 2**16  # Beyond this an integer is a number, not a category.
 

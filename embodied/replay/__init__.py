@@ -7,19 +7,18 @@
 Where to look: `buffer` is the interface and documents threads and locks; `index` tracks
 streams and sequences, `chunks` defines steps and holds their memory, `sizing` decides
 how much; `writer` saves `chunkfiles`, `catalog` finds them and `reader` loads them;
-`selectors` (built from `slots`) decide what is drawn, and `limiters` when.
+`selectors` (with `slots`) decide what is drawn, and `limiters` when.
 """
 
 from embodied.replay import limiters, selectors
 from embodied.replay.buffer import Replay
 from embodied.replay.sizing import ReplayMemoryError
-from embodied.replay.writer import ReplayCut, SavedReplay
+from embodied.replay.writer import ReplayCut
 
 __all__ = [
     "Replay",
     "ReplayCut",
     "ReplayMemoryError",
-    "SavedReplay",
     "limiters",
     "selectors",
 ]

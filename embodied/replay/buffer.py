@@ -2,9 +2,9 @@
 
 Threads. Any thread may call any method. Four locks, taken in this order:
 
-- `_saving`: allows one save, load, clean or clear at a time.
+- `_saving`: allows one save, load or clean at a time.
 - `_writing`: serialises inserts, and guards the rows that are reserved but not yet
-  published. `load` and `clear` hold it while they replace the index.
+  published. `load` holds it while it replaces the index.
 - `_latents`: guards the contents of published latents, which are read and refreshed in
   place, so that no reader sees a half-written row.
 - `_changed`, the index lock: guards chunks, streams, items, selector and counters. It
@@ -25,19 +25,18 @@ import logging
 import operator
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from embodied.base import Tree
-from embodied.replay.catalog import find_chunks, require_latents
+from embodied.replay.catalog import find_chunks
 from embodied.replay.chunkfiles import ChunkFolder
 from embodied.replay.chunks import (
     STEPID,
     STEPID_BYTES,
     Schema,
-    StepUpdate,
     parse_stepids,
 )
 from embodied.replay.index import STATE, Counters, Index
@@ -47,7 +46,6 @@ from embodied.replay.sizing import ReplaySettings
 from embodied.replay.writer import ReplayCut, ReplayWriter
 
 Batch = dict[str, np.ndarray]
-Output = Callable[[dict[str, tuple[np.dtype, tuple[int, ...]]]], Batch]
 Workers = Sequence[int] | np.ndarray
 
 MODES = ("train", "report", "eval")
@@ -196,16 +194,13 @@ class Replay:
             if self._index is not None:
                 self._index.abandon(worker)
 
-    def sample(
-        self, batch: int, mode: str = "train", *, out: Output | None = None
-    ) -> Batch:
+    def sample(self, batch: int, mode: str = "train") -> Batch:
         """Returns sequences [B, length, ...] by key, with `stepid`: [B, length, 20].
 
         Args:
           batch: number of sequences.
           mode: 'train' takes from the online queue and lets the selector record what
             it has drawn; 'report' and 'eval' change neither.
-          out: called with {key: (dtype, shape)}; returns the arrays to write into.
 
         Raises:
           LookupError: there is no full sequence yet.
@@ -228,7 +223,7 @@ class Replay:
             trained = batch if mode == "train" else 0
             self._counters.add(samples=batch, train_samples=trained)
         try:
-            return self._copy_sequences(index, slots, out)
+            return self._copy_sequences(index, slots)
         finally:
             with self._changed:
                 index.unpin(starts)
@@ -246,7 +241,7 @@ class Replay:
         if index is None:
             ignored = parse_stepids(data).size // STEPID_BYTES
         else:
-            ignored = self._refresh(index, index.schema.parse_update(data))
+            ignored = self._refresh(index, *index.schema.parse_update(data))
         with self._changed:
             self._counters.add(updates=1, update_ignored=ignored)
 
@@ -256,12 +251,6 @@ class Replay:
             index = self._index
             now = dict.fromkeys(STATE, 0) if index is None else index.state()
             return now | self._counters.report(self._settings.length)
-
-    def clear(self) -> None:
-        """Drops all steps and their schema; files are kept."""
-        with self._saving, self._writing, self._changed:
-            self._empty_selector()
-            self._index = None
 
     def save(self) -> Tree:
         """Writes new data to the directory, and returns what `load` needs.
@@ -274,7 +263,7 @@ class Replay:
             next save writes what is missing.
         """
         with self.cut() as cut:
-            return cut.write().data
+            return cut.write()
 
     def cut(self) -> ReplayCut:
         """Decides which steps belong to a save; later steps do not.
@@ -286,8 +275,8 @@ class Replay:
             stack.enter_context(self._saving)
             if self._save_wait:
                 stack.enter_context(self._writing)
-            # The index can be read without its lock: `load` and `clear` wait for
-            # `_saving`, and of the inserts only the first one sets it.
+            # The index can be read without its lock: `load` waits for `_saving`, and
+            # of the inserts only the first one sets it.
             return self._writer.cut(
                 self._index, self._counters, self._settings.context, stack
             )
@@ -313,8 +302,6 @@ class Replay:
         data: Tree = None,
         directory: str | os.PathLike[str] | None = None,
         amount: int | None = None,
-        *,
-        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Replaces all steps with saved ones; every worker begins a new stream.
 
@@ -326,7 +313,6 @@ class Replay:
           directory: where to read from; by default the buffer's own directory. Steps
             from another directory are written to the own one by the next save.
           amount: number of the newest steps to load; None for all that fit.
-          progress: called with the number of chunks done and of all chunks.
 
         Raises:
           CheckpointError: this version cannot read `data`, or its steps were saved
@@ -335,16 +321,17 @@ class Replay:
         folder = self._folder if directory is None else ChunkFolder(directory)
         own = bool(folder and self._folder and folder.path == self._folder.path)
         with self._saving, self._writing:
-            found = find_chunks(data, folder, self._settings.context)
-            require_latents(found, self._settings.context, self._settings.name)
+            found = find_chunks(data, folder, self._settings)
             index, slots = None, np.zeros(0, np.int64)
             if folder is not None and found.schema is not None:
                 index = self._make_index(found.schema)
-                slots = restore(index, folder, found, own, amount, progress)
+                slots = restore(index, folder, found, own, amount)
             if own:
                 self._writer.resume(found.save)
             with self._changed:
-                self._empty_selector()
+                if self._index is not None:
+                    items = self._index.items
+                    self._selector.remove(items.oldest(len(items)))
                 self._index = index
                 self._counters.load(found.counters)
                 # Else every resume would draw as the first start has drawn.
@@ -367,13 +354,10 @@ class Replay:
         with self._changed:
             index.publish(streams, rows)
 
-    def _copy_sequences(
-        self, index: Index, slots: np.ndarray, out: Output | None
-    ) -> Batch:
+    def _copy_sequences(self, index: Index, slots: np.ndarray) -> Batch:
         """Returns the sequences that begin at pinned slots [n]."""
         chunks, schema = index.chunks, index.schema
-        fields = schema.outputs(len(slots), index.length)
-        batch = _empty_arrays(fields) if out is None else out(fields)
+        batch = schema.empty_batch(len(slots), index.length)
         rows = chunks.expand(slots, index.length)
         for key in schema.fields:
             if key not in schema.latents:
@@ -390,23 +374,29 @@ class Replay:
             batch["is_first"][:, 0] = True
         return batch
 
-    def _refresh(self, index: Index, update: StepUpdate) -> int:
-        """Applies an update; returns how many of its steps were gone."""
+    def _refresh(
+        self,
+        index: Index,
+        stepids: np.ndarray,
+        latents: Batch,
+        priorities: np.ndarray | None,
+    ) -> int:
+        """Applies an update of n steps; returns how many of these were gone."""
         with self._changed:
-            rows, present = index.chunks.locate(update.stepids)
+            rows, present = index.chunks.locate(stepids)
             chunks = np.unique(rows // index.chunks.size)
             index.pin(chunks)
         try:
             with self._latents:
-                for key, values in update.latents.items():
+                for key, values in latents.items():
                     index.chunks.arrays[key][rows] = values[present]
         finally:
             with self._changed:
                 index.updates += 1
                 index.chunks.refreshed[chunks] = index.updates
-                # The selector belongs to another index after `load` or `clear`.
-                if update.priorities is not None and index is self._index:
-                    index.prioritize(rows, update.priorities[present])
+                # The selector belongs to another index after `load`.
+                if priorities is not None and index is self._index:
+                    index.prioritize(rows, priorities[present])
                 index.unpin(chunks)
         return int((~present).sum())
 
@@ -414,10 +404,6 @@ class Replay:
         return Index(
             schema, self._settings, self._selector, self._changed, self._counters
         )
-
-    def _empty_selector(self) -> None:
-        if self._index is not None:
-            self._selector.remove(self._index.items.oldest(len(self._index.items)))
 
 
 def _as_workers(workers: Workers) -> list[int]:
@@ -429,7 +415,3 @@ def _as_workers(workers: Workers) -> list[int]:
             f"{array.dtype} of shape {array.shape}."
         )
     return array.tolist()
-
-
-def _empty_arrays(fields: dict[str, tuple[np.dtype, tuple[int, ...]]]) -> Batch:
-    return {key: np.empty(shape, dtype) for key, (dtype, shape) in fields.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from embodied.replay.chunkfiles import (
 )
 from embodied.replay.chunks import Schema
 from embodied.replay.index import COUNTERS
+from embodied.replay.sizing import ReplaySettings
 
 logger = logging.getLogger("embodied.replay")
 
@@ -62,32 +64,30 @@ class SavedChunks:
     context: int | None = None  # Of the buffer that saved; None if not known.
 
 
-def find_chunks(data: Tree, folder: ChunkFolder | None, context: int) -> SavedChunks:
-    """Returns the chunks that a save lists or, without `data`, all in the folder."""
-    found = None if data is None else read_list(data, context)
-    if found is not None and (folder is not None or not found.chunks):
-        return found
-    if folder is None:
-        raise ValueError(
-            "Expected a directory to load from, as this buffer has none of its own."
-        )
-    return scan_folder(folder, context)
+def find_chunks(
+    data: Tree, folder: ChunkFolder | None, settings: ReplaySettings
+) -> SavedChunks:
+    """Returns the chunks that a save lists or, without `data`, all in the folder.
 
-
-def require_latents(found: SavedChunks, context: int, name: str) -> None:
-    """Raises CheckpointError if a buffer needs latents that were not saved.
-
-    Args:
-      found: the chunks to load.
-      context: of the buffer.
-      name: of the buffer, for the message.
+    Raises:
+      CheckpointError: this version cannot read the save, or its steps lack the latents
+        that a buffer with these settings samples.
     """
+    context = settings.context
+    found = None if data is None else read_list(data, context)
+    if found is None or (folder is None and found.chunks):
+        if folder is None:
+            raise ValueError(
+                "Expected a directory to load from, as this buffer has none of its own."
+            )
+        found = scan_folder(folder, context)
     if found.schema is not None and found.context == 0 and context:
         raise CheckpointError(
-            f"Replay '{name}' has replay_context={context} and so expected steps with "
-            "latents, but these were saved with replay_context=0, without them. Use "
-            "replay_context 0 as before, or another logdir."
+            f"Replay '{settings.name}' has replay_context={context} and so expected "
+            "steps with latents, but these were saved with replay_context=0, without "
+            "them. Use replay_context 0 as before, or another logdir."
         )
+    return found
 
 
 def read_list(data: Tree, context: int) -> SavedChunks:
@@ -106,16 +106,8 @@ def read_list(data: Tree, context: int) -> SavedChunks:
         steps = data["chunks"]["steps"]
         if not np.all((steps >= 0) & (steps <= int(data["chunksize"]))):
             raise ValueError(f"expected chunks of at most {data['chunksize']} steps")
-        order = unpack_order(data["order"], int(steps.sum(dtype=np.int64)))
-        ages = _ages_of(order, data["chunks"])
-        files = _by_chunk(unpack_files(data))
-        chunks = _saved_chunks(data["chunks"], ages, files)
-        # Files may lack the newest ones: they are written with latents, up to a limit.
-        if (priorities := data.get("priorities")) is not None:
-            for chunk, part in zip(chunks, np.split(priorities, np.cumsum(steps)[:-1])):
-                chunk.priorities = part
         return SavedChunks(
-            sorted(chunks, key=lambda chunk: chunk.first),
+            sorted(_saved_chunks(data), key=lambda chunk: chunk.first),
             Schema.from_json(data["fields"], context),
             int(data["chunksize"]),
             int(data["save"]),
@@ -178,51 +170,40 @@ def _by_chunk(files: list[ChunkFile]) -> dict[bytes, list[ChunkFile]]:
     return groups
 
 
-def _ages_of(order: np.ndarray, table: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Returns for each chunk [steps]: the rank by age of each step's item.
-
-    `order` holds the chunk of each item, from the oldest to the newest; the items of a
-    chunk begin at consecutive steps. Steps without an item come last.
-    """
-    amount = len(table["steps"])
+def _saved_chunks(data: Tree) -> list[SavedChunk]:
+    table, files = data["chunks"], _by_chunk(unpack_files(data))
+    identities = [identity.tobytes() for identity in table["id"]]
+    steps = table["steps"].tolist()
+    order = unpack_order(data["order"], sum(steps))
+    # The ranks by age of each chunk's items, which begin at consecutive steps.
     ranks = np.split(
         np.argsort(order, kind="stable"),
-        np.cumsum(np.bincount(order, minlength=amount))[:-1],
+        np.cumsum(np.bincount(order, minlength=len(steps)))[:-1],
     )
-    ages = []
-    for steps, evicted, first, rank in zip(
-        table["steps"].tolist(),
-        table["evicted"].tolist(),
-        table["first"].tolist(),
-        ranks,
-    ):
-        age = len(order) + first + np.arange(steps, dtype=np.float64)
-        age[evicted : evicted + len(rank)] = rank
-        ages.append(age)
-    return ages
-
-
-def _saved_chunks(
-    table: dict[str, np.ndarray],
-    ages: list[np.ndarray],
-    files: dict[bytes, list[ChunkFile]],
-) -> list[SavedChunk]:
-    identities = [identity.tobytes() for identity in table["id"]]
-    names = ("previous", "evicted", "first", "last")
-    return [
-        SavedChunk(
-            identity,
-            identities[previous] if previous >= 0 else b"",
-            evicted,
-            first,
-            last,
-            age,
-            files.get(identity, []),
+    # Files may lack the newest ones: they are written with latents, up to a limit.
+    priorities: Sequence[np.ndarray | None] = [None] * len(steps)
+    if (saved := data.get("priorities")) is not None:
+        priorities = np.split(saved, np.cumsum(steps)[:-1])
+    chunks = []
+    for i, identity in enumerate(identities):
+        names = ("previous", "evicted", "first", "last")
+        previous, evicted, first, last = (int(table[name][i]) for name in names)
+        # Steps without an item come last.
+        ages = len(order) + first + np.arange(steps[i], dtype=np.float64)
+        ages[evicted : evicted + len(ranks[i])] = ranks[i]
+        chunks.append(
+            SavedChunk(
+                identity,
+                identities[previous] if previous >= 0 else b"",
+                evicted,
+                first,
+                last,
+                ages,
+                files.get(identity, []),
+                priorities[i],
+            )
         )
-        for identity, age, (previous, evicted, first, last) in zip(
-            identities, ages, zip(*(table[name].tolist() for name in names))
-        )
-    ]
+    return chunks
 
 
 def _scanned_chunk(

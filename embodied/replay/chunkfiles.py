@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -32,13 +31,13 @@ import zstandard
 
 from embodied.base import Tree
 from embodied.checkpoint import CheckpointError, FileRecord, write_file
+from embodied.checkpoint.files import DIGEST_PREFIX, HashedReader
 
 FORMAT = 1
 STEPS, LATENTS = "steps", "latents"
 # Key of priorities in files. Steps cannot have it, as `log/` keys are not stored.
 PRIORITIES = "log/priority"
 COMPRESSIONS = ("zstd", "none")
-DIGEST_PREFIX = "sha256:"
 
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9]{8})-([0-9]{8})-([0-9]{8})\.(steps|latents)")
 _FRAME = b"\x28\xb5\x2f\xfd"  # How a zstd frame begins; safetensors never do.
@@ -150,30 +149,21 @@ class ChunkFolder:
           CheckpointError: the file, which is named, is missing, torn, altered or too
             large.
         """
-        target = self.path / file.name
         limit = (file.stop - file.start) * step_bytes + _MAX_HEADER
+        with HashedReader(self.path, file.name) as stored:
+            if stored.size > limit:
+                raise CheckpointError(
+                    f"{stored.path} is damaged: expected at most {limit} bytes, got "
+                    f"{stored.size}."
+                )
+            data = stored.read()
+            if file.digest:
+                stored.check(FileRecord(file.name, file.size, file.digest))
+            file = dataclasses.replace(file, size=len(data), digest=stored.digest)
         try:
-            with target.open("rb") as stored:
-                size = os.fstat(stored.fileno()).st_size
-                if size > limit:
-                    raise CheckpointError(
-                        f"{target} is damaged: expected at most {limit} bytes, got "
-                        f"{size}."
-                    )
-                data = stored.read()
-        except OSError as error:
-            raise CheckpointError(f"Cannot read {target}: {error.strerror}.") from error
-        digest = DIGEST_PREFIX + hashlib.sha256(data).hexdigest()
-        if file.digest and (len(data), digest) != (file.size, file.digest):
-            raise CheckpointError(
-                f"{target} is damaged: expected {file.size} bytes with digest "
-                f"{file.digest}, got {len(data)} bytes with {digest}."
-            )
-        try:
-            arrays = decode(data, limit)
+            return decode(data, limit), file
         except CheckpointError as error:
-            raise CheckpointError(f"{target} is damaged: {error}") from error
-        return arrays, dataclasses.replace(file, size=len(data), digest=digest)
+            raise CheckpointError(f"{stored.path} is damaged: {error}") from error
 
     def metadata(self, file: ChunkFile) -> dict[str, Any]:
         """Returns the metadata of a file without reading all of it.
@@ -198,20 +188,15 @@ class ChunkFolder:
         except (OSError, ValueError, LookupError, zstandard.ZstdError) as error:
             raise CheckpointError(f"Cannot read {target}: {error}.") from error
 
-    def below(self, root: str | os.PathLike[str]) -> str:
-        """Returns the path of the directory relative to the root of checkpoints."""
-        path = os.path.relpath(self.path, os.path.abspath(root))
-        if path.startswith(os.pardir):
-            raise ValueError(
-                f"Expected the root of checkpoints to contain {self.path}, got {root}."
-            )
-        return path
-
     def records(
         self, files: Iterable[ChunkFile], root: str | os.PathLike[str]
     ) -> list[FileRecord]:
         """Returns the records of files, relative to the root of checkpoints."""
-        folder = PurePosixPath(self.below(root))
+        folder = PurePosixPath(os.path.relpath(self.path, os.path.abspath(root)))
+        if os.pardir in folder.parts:
+            raise ValueError(
+                f"Expected the root of checkpoints to contain {self.path}, got {root}."
+            )
         return [
             FileRecord(str(folder / x.name), x.size, x.digest, required=False)
             for x in files

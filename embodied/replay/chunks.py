@@ -24,11 +24,11 @@ import functools
 import mmap
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from embodied.checkpoint.treefiles import EXTENSIONS
 from embodied.replay.sizing import ReplayMemoryError
 
 LOG_PREFIX = "log/"
@@ -51,11 +51,6 @@ _CONTEXT_HINT = (
     " Steps that were loaded have no latents if they are from a run with "
     "replay_context 0: use that again, or another logdir."
 )
-_EXTENSIONS = {
-    np.dtype(kind)
-    for kind in vars(ml_dtypes).values()
-    if isinstance(kind, type) and issubclass(kind, np.generic)
-}
 
 
 def is_latent(key: str) -> bool:
@@ -64,7 +59,7 @@ def is_latent(key: str) -> bool:
 
 
 def _is_float(dtype: np.dtype) -> bool:
-    return dtype.kind == "f" or dtype in _EXTENSIONS
+    return dtype.kind == "f" or dtype.name in EXTENSIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +84,6 @@ class Field:
     def nbytes(self) -> int:
         """Bytes of one step."""
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
-
-
-class StepUpdate(NamedTuple):
-    """Results of training on n steps."""
-
-    stepids: np.ndarray  # [n, 20] uint8
-    latents: dict[str, np.ndarray]  # [n, ...], as stored.
-    priorities: np.ndarray | None  # [n] float32
 
 
 class Schema:
@@ -168,8 +155,14 @@ class Schema:
             )
         return value.view(field.stored_dtype)
 
-    def parse_update(self, data: Mapping[str, Any]) -> StepUpdate:
-        """Checks what `Replay.update` was given, or raises ValueError."""
+    def parse_update(
+        self, data: Mapping[str, Any]
+    ) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray | None]:
+        """Checks what `Replay.update` was given, or raises ValueError.
+
+        Returns:
+          Ids [n, 20] uint8, latents [n, ...] as stored, and priorities [n] float32.
+        """
         stepids = parse_stepids(data)
         lead = stepids.shape[:-1]
         amount = int(np.prod(lead))
@@ -195,21 +188,16 @@ class Schema:
                     f"Expected {PRIORITY} of shape {lead}, got {priorities.shape}."
                 )
             priorities = priorities.reshape(amount)
-        return StepUpdate(stepids.reshape(amount, STEPID_BYTES), latents, priorities)
+        return stepids.reshape(amount, STEPID_BYTES), latents, priorities
 
-    def outputs(
-        self, batch: int, length: int
-    ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """Returns dtype and shape of every key of a sampled batch."""
-        fields = {
-            key: (
-                field.dtype,
-                (batch, self.context if is_latent(key) else length, *field.shape),
-            )
-            for key, field in self.fields.items()
-        }
-        fields[STEPID] = (np.dtype(np.uint8), (batch, length, STEPID_BYTES))
-        return fields
+    def empty_batch(self, batch: int, length: int) -> dict[str, np.ndarray]:
+        """Returns uninitialised arrays for the keys of a sampled batch."""
+        arrays = {}
+        for key, field in self.fields.items():
+            steps = self.context if is_latent(key) else length
+            arrays[key] = np.empty((batch, steps, *field.shape), field.dtype)
+        arrays[STEPID] = np.empty((batch, length, STEPID_BYTES), np.uint8)
+        return arrays
 
     def to_json(self) -> list[list[Any]]:
         """Returns the fields as plain values."""
@@ -276,7 +264,6 @@ class Chunks:
         self.pins = np.zeros(amount, np.int32)  # Number of readers and writers.
         self.following = np.zeros(amount, np.int32)
         self.preceding = np.zeros(amount, np.int32)
-        self.generation = np.zeros(amount, np.int64)  # Counts its allocations.
         self.refreshed = np.zeros(amount, np.int64)  # Number of the last update.
         # Steps inserted into the buffer before the chunk's first and up to its last.
         self.first_insert = np.zeros(amount, np.int64)
@@ -317,7 +304,6 @@ class Chunks:
             flags[number] = False
         for counts in (self.filled, self.born, self.dead, self.refreshed):
             counts[number] = 0
-        self.generation[number] += 1
         self.following[number] = -1
         self.preceding[number] = preceding
         if preceding >= 0:
@@ -414,6 +400,47 @@ class Chunks:
         )
 
 
+class SlotRing:
+    """Rows where sequences begin, from the oldest to the newest; 4 bytes each.
+
+    Such a row is the slot of its sequence: it stands for it, and is reused after it.
+
+    Args:
+      expected: number of slots to make room for; the ring grows if there are more.
+    """
+
+    def __init__(self, expected: int = 64):
+        self._ring = lazy_array((expected,), np.int32)
+        self._head = 0
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, slots: np.ndarray) -> None:
+        """Adds slots [n], the oldest first."""
+        if self._length + len(slots) > len(self._ring):
+            grown = lazy_array((2 * (self._length + len(slots)),), np.int32)
+            grown[: self._length] = self.oldest(self._length)
+            self._ring, self._head = grown, 0
+        end = self._head + self._length
+        self._ring[np.arange(end, end + len(slots)) % len(self._ring)] = slots
+        self._length += len(slots)
+
+    def at(self, ranks: np.ndarray) -> np.ndarray:
+        """Returns the slots [n] int64 at ranks below the length; 0 is the oldest."""
+        return self._ring[(self._head + ranks) % len(self._ring)].astype(np.int64)
+
+    def oldest(self, amount: int) -> np.ndarray:
+        """Returns the oldest slots [amount] int64."""
+        return self.at(np.arange(amount))
+
+    def drop(self, amount: int) -> None:
+        """Removes the oldest slots."""
+        self._head = (self._head + amount) % len(self._ring)
+        self._length -= amount
+
+
 def lazy_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Returns zeros whose memory is allocated, page by page, when it is written to."""
     dtype = np.dtype(dtype)
@@ -453,7 +480,7 @@ def _check_storable(field: Field) -> None:
     # NumPy's own dtypes need not have `isbuiltin` 1: it is 0 for unpickled ones.
     plain = field.dtype.isbuiltin != 2 and field.dtype.kind in "biuf"
     plain = plain and field.dtype.isnative
-    if field.dtype.itemsize > 8 or not (plain or field.dtype in _EXTENSIONS):
+    if field.dtype.itemsize > 8 or not (plain or field.dtype.name in EXTENSIONS):
         raise ValueError(
             f"Expected {field.key} as bool, integer or float of at most 8 bytes in "
             f"native byte order, got dtype {field.dtype}. Convert it first."

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from embodied.replay.chunkfiles import ChunkFiles
-from embodied.replay.chunks import Chunks, Schema, lazy_array
+from embodied.replay.chunks import Chunks, Schema, SlotRing
 from embodied.replay.selectors import Selector
 from embodied.replay.sizing import (
     INDEX_BYTES,
@@ -86,42 +86,6 @@ class Counters:
         self._reported = self._totals.copy()
 
 
-class Items:
-    """The slots of all items, from the oldest to the newest, in a ring.
-
-    Args:
-      expected: number of items to make room for; the ring grows if there are more.
-    """
-
-    def __init__(self, expected: int):
-        self._ring = lazy_array((expected,), np.int32)
-        self._head = 0
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def append(self, slots: np.ndarray) -> None:
-        """Adds slots [n], the oldest first."""
-        if self._length + len(slots) > len(self._ring):
-            grown = lazy_array((2 * (self._length + len(slots)),), np.int32)
-            grown[: self._length] = self.oldest(self._length)
-            self._ring, self._head = grown, 0
-        end = self._head + self._length
-        self._ring[np.arange(end, end + len(slots)) % len(self._ring)] = slots
-        self._length += len(slots)
-
-    def oldest(self, amount: int) -> np.ndarray:
-        """Returns the oldest slots [amount] int64."""
-        where = np.arange(self._head, self._head + amount) % len(self._ring)
-        return self._ring[where].astype(np.int64)
-
-    def drop(self, amount: int) -> None:
-        """Removes the oldest slots."""
-        self._head = (self._head + amount) % len(self._ring)
-        self._length -= amount
-
-
 class Streams:
     """The state of each worker's stream of steps, as arrays over streams."""
 
@@ -189,13 +153,14 @@ class Index:
         self.chunks = Chunks(
             schema, plan.chunksize, plan.chunks, selector.uses_priorities
         )
-        self.items = Items(plan.capacity + _SPARE_ITEMS)
+        self.items = SlotRing(plan.capacity + _SPARE_ITEMS)
         self.streams = Streams()
         self.files: dict[int, ChunkFiles] = {}  # What is on disk, by chunk number.
         self.counters = counters
         self.crowded = False  # Whether items were evicted to make room for steps.
         self.updates = 0  # Number of the last; tells which latents are on disk.
-        self.online_queue: collections.deque[tuple[int, int]] = collections.deque()
+        # Chunk and first step of each sequence.
+        self.online_queue: collections.deque[tuple[bytes, int]] = collections.deque()
         self._online = settings.online
         self._chunks_each = chunks_per_worker(self.length, plan.chunksize)
         self._changed = changed
@@ -288,11 +253,10 @@ class Index:
         peek = mode != "train"
         fresh: list[int] = []
         while not peek and self.online_queue and len(fresh) < amount:
-            slot, generation = self.online_queue.popleft()
-            number, offset = divmod(slot, self.chunks.size)
-            same = self.chunks.generation[number] == generation
-            if same and self.chunks.used[number] and offset >= self.chunks.dead[number]:
-                fresh.append(slot)
+            identity, offset = self.online_queue.popleft()
+            number = self.chunks.find(identity)
+            if number >= 0 and offset >= self.chunks.dead[number]:
+                fresh.append(number * self.chunks.size + offset)
         drawn = self.selector.sample(amount - len(fresh), peek)
         return np.concatenate([np.array(fresh, np.int64), drawn]) if fresh else drawn
 
@@ -392,11 +356,11 @@ class Index:
         self.selector.insert(slots)
         if self._online:
             begins = (state.count[streams] - self.length) % self.length == 0
-            self._enqueue(slots[begins], chunk[begins])
+            self._enqueue(slots[begins])
 
-    def _enqueue(self, slots: np.ndarray, chunks: np.ndarray) -> None:
-        generations = self.chunks.generation[chunks]
-        self.online_queue.extend(zip(slots.tolist(), generations.tolist()))
+    def _enqueue(self, slots: np.ndarray) -> None:
+        for number, offset in zip(*np.divmod(slots, self.chunks.size)):
+            self.online_queue.append((self.chunks.ids[number].tobytes(), int(offset)))
         while len(self.online_queue) > ONLINE_LIMIT:
             self.online_queue.popleft()
             self.counters.add(online_dropped=1)

@@ -14,7 +14,7 @@ import collections
 import concurrent.futures
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +56,6 @@ def restore(
     found: SavedChunks,
     own: bool,
     amount: int | None,
-    progress: Callable[[int, int], None] | None,
 ) -> np.ndarray:
     """Reads saved chunks into an empty index; returns the items, the oldest first.
 
@@ -66,7 +65,6 @@ def restore(
       found: what to read.
       own: whether the folder is the one that the buffer saves to.
       amount: number of the newest steps to keep; None for all that fit.
-      progress: called with the number of chunks done and of all chunks.
     """
     adopt = own and found.chunksize == index.chunks.size
     chunks = _newest(index, found, adopt, amount)
@@ -76,9 +74,7 @@ def restore(
         read_chunks(folder, chunks, index.schema), start=1
     ):
         restorer.place(chunk, runs)
-        if progress is not None:
-            progress(done, len(chunks))
-        elif time.monotonic() > report:
+        if time.monotonic() > report:
             report = time.monotonic() + _REPORT_SECONDS
             logger.info("Loading replay: %d of %d chunks.", done, len(chunks))
     return restorer.finish(amount)
@@ -117,7 +113,8 @@ class Restorer:
         self._chunks = index.chunks
         self._adopt = adopt
         self._chunksize = chunksize
-        self._ages: dict[int, np.ndarray] = {}  # By chunk number: [filled] float64.
+        # Rows of all steps, and their ages.
+        self._slots, self._ages = [np.zeros(0, np.int64)], [np.zeros(0)]
         # By id of each saved chunk that was placed completely: where its end is now.
         self._ends: dict[bytes, int] = {}
 
@@ -138,19 +135,16 @@ class Restorer:
     def finish(self, amount: int | None) -> np.ndarray:
         """Returns the slots [n] of all items, the oldest first."""
         chunks = self._chunks
-        if amount is not None:
-            self._forget_older(amount)
-        numbers = list(self._ages)
-        for number in numbers:
-            if chunks.preceding[number] < 0:
-                self._finish_stream(number)
-        slots, ages = [np.zeros(0, np.int64)], [np.zeros(0)]
-        for number in numbers:
-            alive = slice(int(chunks.dead[number]), int(chunks.born[number]))
-            slots.append(number * chunks.size + np.arange(alive.start, alive.stop))
-            ages.append(self._ages[number][alive])
-        order = np.argsort(np.concatenate(ages), kind="stable")
-        return np.concatenate(slots)[order]
+        order = np.argsort(np.concatenate(self._ages), kind="stable")
+        slots = np.concatenate(self._slots)[order]
+        number, offset = np.divmod(slots, chunks.size)
+        if amount is not None:  # Only the newest steps may begin a sequence.
+            alive = number[offset >= chunks.dead[number]]
+            np.add.at(chunks.dead, alive[: max(0, len(alive) - amount)], 1)
+        numbers = chunks.numbers()
+        for first in numbers[chunks.preceding[numbers] < 0].tolist():
+            self._finish_stream(first)
+        return slots[(chunks.dead[number] <= offset) & (offset < chunks.born[number])]
 
     def _place_as_it_was(self, chunk: SavedChunk, run: Run, before: int) -> int:
         chunks = self._chunks
@@ -202,20 +196,8 @@ class Restorer:
         ends = run.start + stop == len(chunk.ages)
         last = chunk.last if ends else chunk.first + run.start + stop
         chunks.last_insert[number] = last
-        ages = chunk.ages[run.start + start : run.start + stop]
-        self._ages[number] = np.concatenate([self._ages.get(number, ages[:0]), ages])
-
-    def _forget_older(self, amount: int) -> None:
-        """Lets only the newest `amount` steps begin a sequence."""
-        chunks = self._chunks
-        numbers = np.array(list(self._ages), np.int64)
-        alive = [int(chunks.dead[number]) for number in numbers]
-        ages = [self._ages[x][dead:] for x, dead in zip(numbers, alive)]
-        owners = np.repeat(numbers, [len(age) for age in ages])
-        surplus = len(owners) - amount
-        if surplus > 0:
-            order = np.argsort(np.concatenate(ages), kind="stable")
-            np.add.at(chunks.dead, owners[order[:surplus]], 1)
+        self._slots.append(np.arange(rows.start, rows.stop))
+        self._ages.append(chunk.ages[run.start + start : run.start + stop])
 
     def _finish_stream(self, number: int) -> None:
         """Counts the items in a chunk and its followers, and ends the stream."""

@@ -6,7 +6,7 @@ eviction:
     selector.insert(slots)                    # New items.
     slots = selector.sample(16)               # With `peek`: nothing changes.
     selector.prioritize(slots, priorities)    # Results of training on them.
-    selector.remove(slots)                    # Evicted items.
+    selector.remove(slots)                    # Evicted items, always the oldest.
 
 Calls must not overlap: the buffer makes them under its lock. All state is in NumPy
 arrays. An operation on k slots of n takes O(k log n) on average, or less. Selectors are
@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from embodied.replay.slots import InsertionOrder, SlotSet, SumTree, as_slots
+from embodied.replay.chunks import SlotRing
+from embodied.replay.slots import SlotSet, SumTree
 
 __all__ = ["Fifo", "Mixture", "Prioritized", "Recency", "Selector", "Uniform"]
 
@@ -44,7 +45,7 @@ class Selector:
         raise NotImplementedError(f"{type(self).__name__}.insert")
 
     def remove(self, slots: np.ndarray) -> None:
-        """Removes slots [n]. They must be present."""
+        """Removes slots [n], which are the oldest ones in their order."""
         raise NotImplementedError(f"{type(self).__name__}.remove")
 
     def sample(self, amount: int, peek: bool = False) -> np.ndarray:
@@ -98,7 +99,29 @@ class SeededSelector(Selector):
         return self._rngs[1 if peek else 0]
 
 
-class Fifo(Selector):
+class _RingSelector(SeededSelector):
+    """A selector that holds its slots from the oldest to the newest."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__(seed)
+        self._slots = SlotRing()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def insert(self, slots: np.ndarray) -> None:
+        """Adds slots [n], the oldest first."""
+        self._slots.append(slots)
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Removes slots [n], which are the oldest ones."""
+        self._slots.drop(len(slots))
+
+    def _draw_equally(self, amount: int, rng: np.random.Generator) -> np.ndarray:
+        return self._slots.at(rng.integers(max(1, len(self)), size=amount))
+
+
+class Fifo(_RingSelector):
     """Draws each slot once, from the oldest to the newest, then starts over.
 
     Drawing does not remove slots. A cursor continues after the slot drawn last; a slot
@@ -106,22 +129,13 @@ class Fifo(Selector):
     """
 
     def __init__(self) -> None:
-        self._order = InsertionOrder()
+        super().__init__()
         self._cursor = 0  # Rank of the next slot.
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def insert(self, slots: np.ndarray) -> None:
-        """Adds slots [n] behind all others."""
-        self._order.insert(as_slots(slots))
 
     def remove(self, slots: np.ndarray) -> None:
         """Removes slots [n]; the cursor stays in front of the same slot."""
-        slots = as_slots(slots)
-        ranks = self._order.ranks(slots)
-        self._order.remove(slots)
-        self._cursor -= int((ranks < self._cursor).sum())
+        super().remove(slots)
+        self._cursor = max(0, self._cursor - len(slots))
 
     def sample(self, amount: int, peek: bool = False) -> np.ndarray:
         """Returns the next slots [amount]."""
@@ -131,45 +145,23 @@ class Fifo(Selector):
         ranks = (self._cursor + np.arange(amount)) % len(self)
         if not peek:
             self._cursor = int(ranks[-1]) + 1
-        return self._order.at(ranks)
+        return self._slots.at(ranks)
 
 
-class _SlotsSelector(SeededSelector):
-    """A selector whose state is the slots that it holds."""
-
-    def __init__(self, slots: SlotSet | InsertionOrder, seed: int):
-        super().__init__(seed)
-        self._slots = slots
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def insert(self, slots: np.ndarray) -> None:
-        """Adds slots [n], the oldest first."""
-        self._slots.insert(as_slots(slots))
-
-    def remove(self, slots: np.ndarray) -> None:
-        """Removes slots [n]."""
-        self._slots.remove(as_slots(slots))
-
-
-class Uniform(_SlotsSelector):
+class Uniform(_RingSelector):
     """Draws all slots with equal probability, with replacement.
 
     Args:
       seed: of the random state.
     """
 
-    def __init__(self, seed: int = 0):
-        super().__init__(SlotSet(), seed)
-
     def sample(self, amount: int, peek: bool = False) -> np.ndarray:
         """Draws slots [amount]."""
         self._check_amount(amount)
-        return self._slots.at(self._rng(peek).integers(max(1, len(self)), size=amount))
+        return self._draw_equally(amount, self._rng(peek))
 
 
-class Recency(_SlotsSelector):
+class Recency(_RingSelector):
     """Draws slots by their age, the number of slots inserted since, with replacement.
 
     The probabilities are truncated to the number of slots present. Slots older than
@@ -183,7 +175,7 @@ class Recency(_SlotsSelector):
     """
 
     def __init__(self, uprobs: Any, seed: int = 0):
-        super().__init__(InsertionOrder(), seed)
+        super().__init__(seed)
         uprobs = np.asarray(uprobs, np.float64)
         valid = uprobs.ndim == 1 and np.isfinite(uprobs).all() and (uprobs >= 0).all()
         if not valid or not uprobs.sum() > 0:
@@ -202,15 +194,14 @@ class Recency(_SlotsSelector):
             return np.zeros(0, np.int64)
         rng = self._rng(peek)
         total = self._cumulative[min(len(self), len(self._cumulative)) - 1]
-        if total > 0:
-            targets = np.minimum(rng.random(amount) * total, np.nextafter(total, 0))
-            ages = np.searchsorted(self._cumulative, targets, side="right")
-        else:
-            ages = rng.integers(len(self), size=amount)
+        if not total > 0:
+            return self._draw_equally(amount, rng)
+        targets = np.minimum(rng.random(amount) * total, np.nextafter(total, 0))
+        ages = np.searchsorted(self._cumulative, targets, side="right")
         return self._slots.at(len(self) - 1 - ages)
 
 
-class Prioritized(SeededSelector):
+class Prioritized(_RingSelector):
     """Draws slots in proportion to priority ** exponent.
 
     - A slot's priority is `maxfrac` · max + (1 − `maxfrac`) · mean over the priorities
@@ -225,7 +216,7 @@ class Prioritized(SeededSelector):
       rejected, and the slot keeps its previous one. The buffer counts rejected
       priorities of single steps.
 
-    Takes about 25 bytes per slot.
+    Takes about 20 bytes per slot.
 
     Args:
       exponent: 0 draws all slots of positive priority equally.
@@ -260,30 +251,24 @@ class Prioritized(SeededSelector):
         self._initial = initial
         self._zero_on_sample = zero_on_sample
         self._maxfrac = maxfrac
-        self._branching = branching
-        self._present = SlotSet()
-        self._unseen = SlotSet()  # Present ones whose priority is infinite.
-        self._weights = SumTree(branching)  # By slot; zero for unseen and absent ones.
-
-    def __len__(self) -> int:
-        return len(self._present)
+        self._weights = SumTree(
+            branching
+        )  # By slot; zero for infinite and absent ones.
+        self._infinite = SlotSet()  # Those whose priority is infinite.
 
     def insert(self, slots: np.ndarray) -> None:
         """Adds slots [n] with the initial priority."""
-        slots = as_slots(slots)
-        self._present.insert(slots)
+        super().insert(slots)
         self._weights.reserve(int(slots.max(initial=-1)) + 1)
         if math.isinf(self._initial):
-            self._unseen.insert(slots)
+            self._infinite.insert(slots)
         else:
             self._weights.update(slots, self._weigh(np.array([self._initial])))
 
     def remove(self, slots: np.ndarray) -> None:
-        """Removes slots [n]."""
-        slots = as_slots(slots)
-        self._present.remove(slots)
-        self._unseen.remove(slots[self._unseen.contains(slots)])
-        self._weights.update(slots, 0.0)
+        """Removes slots [n], which are the oldest ones."""
+        super().remove(slots)
+        self._set(slots, 0.0)
 
     def prioritize(self, slots: np.ndarray, priorities: np.ndarray) -> None:
         """Sets priorities of slots that are present.
@@ -292,14 +277,12 @@ class Prioritized(SeededSelector):
           slots: [n]. If one is repeated, its last valid priority counts.
           priorities: [n], or [n, T] for the T steps of each slot's sequence.
         """
-        slots = as_slots(slots)
         priorities = np.asarray(priorities, np.float64)
         if priorities.ndim not in (1, 2) or len(priorities) != len(slots):
             raise ValueError(
                 f"Expected priorities of shape [{len(slots)}] or [{len(slots)}, T], "
                 f"one row per slot, got {priorities.shape}."
             )
-        self._present.require(slots)
         if priorities.ndim == 2:
             priorities = self._aggregate(priorities)
         valid = np.isfinite(priorities) & (priorities >= 0)
@@ -314,7 +297,7 @@ class Prioritized(SeededSelector):
         # Drawing with replacement and dropping repetitions has the same distribution
         # as drawing one by one and setting each to zero.
         parts = []
-        while amount and (len(self._unseen) or self._weights.total > 0):
+        while amount and (len(self._infinite) or self._weights.total > 0):
             drawn = self._draw(amount, rng)
             drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]
             self._set(drawn, 0.0)
@@ -323,14 +306,14 @@ class Prioritized(SeededSelector):
         return np.concatenate([*parts, self._draw(amount, rng)])
 
     def _draw(self, amount: int, rng: np.random.Generator) -> np.ndarray:
-        if len(self._unseen):
-            return self._unseen.at(rng.integers(len(self._unseen), size=amount))
+        if count := len(self._infinite):
+            return self._infinite.at(rng.integers(count, size=amount))
         if self._weights.total > 0:
             return self._weights.find(rng.random(amount) * self._weights.total)
-        return self._present.at(rng.integers(max(1, len(self)), size=amount))
+        return self._draw_equally(amount, rng)
 
     def _set(self, slots: np.ndarray, weights: Any) -> None:
-        self._unseen.remove(np.unique(slots[self._unseen.contains(slots)]))
+        self._infinite.discard(slots)
         self._weights.update(slots, weights)
 
     def _weigh(self, priorities: np.ndarray) -> np.ndarray:

@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+import numpy as np
 import psutil
-
-from embodied.replay.slots import MAX_SLOT
 
 logger = logging.getLogger("embodied.replay")
 
 # Two buffers, for training and evaluation, usually share a process.
 AUTO_SHARE = 0.4
 INDEX_BYTES = 40  # Per step, of the buffer's and the selector's own arrays.
+_MAX_STEPS = np.iinfo(np.int32).max - 1  # Rows of steps are stored as int32.
 _MIN_CHUNKS = 32  # Small buffers get small chunks, so that few steps lie unused.
 _SPARE_CHUNKS = 4096  # For many workers; takes no memory until it is used.
 
@@ -132,7 +132,7 @@ def plan_sizes(settings: ReplaySettings, step_bytes: int) -> BufferSizes:
     size = settings.chunksize
     if stable is not None:
         size = min(size, max(1, stable // _MIN_CHUNKS))
-    chunks = min(fits, MAX_SLOT) // size
+    chunks = min(fits, _MAX_STEPS) // size
     if capacity is not None:
         chunks = min(chunks, 2 * -(-(capacity + length) // size) + _SPARE_CHUNKS)
     if chunks < chunks_per_worker(length, size) + 1:

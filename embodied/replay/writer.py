@@ -1,7 +1,7 @@
 """Saves a buffer: decides what a save contains, writes what is new. Replay's process.
 
     with writer.cut(index, counters, context, held) as cut:   # Takes the index lock.
-      saved = cut.write()                                     # May take minutes.
+      data = cut.write()                                      # May take minutes.
 
 Which steps belong to a save is decided under the index lock; then they are written,
 from pinned memory, while inserts and samples continue. Latents are copied under their
@@ -126,7 +126,6 @@ class _CutChunks(NamedTuple):
     numbers: np.ndarray  # [n]
     columns: dict[str, np.ndarray]  # [n, ...]
     files: list[ChunkFiles]  # [n]
-    generations: np.ndarray  # [n]
     grown: np.ndarray  # Numbers of the chunks with new steps; they are pinned.
     items: np.ndarray  # Slots, the oldest first.
     priorities: np.ndarray | None  # Of all steps, chunk by chunk.
@@ -150,13 +149,12 @@ class _CutChunks(NamedTuple):
             "last": chunks.last_insert[numbers],
         }
         items = index.items.oldest(len(index.items))
-        generations = chunks.generation[numbers]
         priorities = None
         if chunks.priorities is not None:
             rows = [chunks.rows(x, 0, n) for x, n in zip(numbers.tolist(), steps)]
             parts = [chunks.priorities[x] for x in rows]
             priorities = np.concatenate([chunks.priorities[:0], *parts])
-        return cls(numbers, columns, files, generations, grown, items, priorities)
+        return cls(numbers, columns, files, grown, items, priorities)
 
     def tables(self, index: Index) -> dict[str, Any]:
         """Returns the entries of a save that describe its steps, except the files."""
@@ -176,7 +174,6 @@ class _Job(NamedTuple):
     """A file to write."""
 
     number: int  # Of the chunk.
-    generation: int
     files: ChunkFiles
     file: ChunkFile
     metadata: dict[str, Any]
@@ -186,7 +183,8 @@ class ReplayCut:
     """The steps that belong to a save. Call `write`, and in any case `close`.
 
     Inserts (unless `save_wait`), samples and updates continue meanwhile; other saves of
-    the buffer wait until it is closed.
+    the buffer wait until it is closed. What was written may then be committed, or
+    discarded.
     """
 
     def __init__(
@@ -203,6 +201,7 @@ class ReplayCut:
         self._chunks = chunks
         self._held = held
         self._pinned = set() if chunks is None else set(chunks.grown.tolist())
+        self._files: list[ChunkFile] = []  # All that the save needs, once written.
 
     def __enter__(self) -> Self:
         return self
@@ -216,10 +215,11 @@ class ReplayCut:
             with self._writer.changed:
                 self._index.unpin(np.array(sorted(self._pinned), np.int64))
         self._pinned = set()
+        self._chunks = None
         self._held.close()
 
-    def write(self) -> SavedReplay:
-        """Writes new data, and returns the save with the list of all its files.
+    def write(self) -> Tree:
+        """Writes new data, and returns what `Replay.load` needs.
 
         Raises:
           CheckpointError: writing failed, for example because the disk is full. The
@@ -227,18 +227,44 @@ class ReplayCut:
         """
         index, chunks, writer = self._index, self._chunks, self._writer
         if index is None or chunks is None:
-            return SavedReplay(self._state, [], writer, index)
+            return self._state
         # First, since it may need the room of files that a failed save has left.
         writer.remove_unlisted([x for y in chunks.files for x in y.steps + y.latents])
         data = self._state | chunks.tables(index)
         jobs = self._jobs(data, chunks)
         self._write_steps(index, [x for x in jobs if x.number in self._pinned])
         self._write_latents(index, jobs)
-        files = [file for x in jobs for file in x.files.needed]
-        data["files"] = pack_files(files, [x.file.chunk for x in jobs])
-        writer.remove_unlisted(files)
+        self._files = [file for x in jobs for file in x.files.needed]
+        data["files"] = pack_files(self._files, [x.file.chunk for x in jobs])
+        writer.remove_unlisted(self._files)
         writer.unlisted.clear()
-        return SavedReplay(data, files, writer, index)
+        return data
+
+    def records(self, root: str | os.PathLike[str]) -> list[FileRecord]:
+        """Returns the records of all files that were written or are needed.
+
+        Args:
+          root: folder that their paths are relative to.
+        """
+        folder = self._writer.folder
+        return [] if folder is None else folder.records(self._files, root)
+
+    def discard(self) -> None:
+        """Removes the files that this save wrote, because it was not committed."""
+        writer, number = self._writer, self._state["save"]
+        if writer.folder is None or self._index is None:
+            return
+        with writer.saving:
+            for file in self._files:
+                if file.save == number:
+                    writer.folder.remove(file)
+            with writer.changed:
+                every = list(self._index.files.values())
+            for files in every:
+                kept = [x for x in files.steps if x.save != number]
+                fresh = [x for x in files.latents if x.save != number]
+                if (kept, fresh) != (files.steps, files.latents):
+                    files.steps, files.latents, files.stamp = kept, fresh, 0
 
     def _jobs(self, data: dict[str, Any], chunks: _CutChunks) -> list[_Job]:
         """Returns one job per chunk; those of chunks that did not grow are empty."""
@@ -255,7 +281,7 @@ class ReplayCut:
             }
             steps, number = int(table["steps"][i]), int(chunks.numbers[i])
             file = ChunkFile(identity, STEPS, files.stop, steps, self._writer.number)
-            jobs.append(_Job(number, int(chunks.generations[i]), files, file, metadata))
+            jobs.append(_Job(number, files, file, metadata))
         return jobs
 
     def _write_steps(self, index: Index, jobs: list[_Job]) -> None:
@@ -327,8 +353,7 @@ class ReplayCut:
         rows = chunks.rows(job.number, job.file.start, job.file.stop)
         arrays = {}
         with changed:
-            same = chunks.generation[job.number] == job.generation
-            if not same or not chunks.used[job.number]:
+            if chunks.find(job.file.chunk) != job.number:
                 return None
             pin = np.array([job.number])
             index.pin(pin)
@@ -348,47 +373,3 @@ class ReplayCut:
             with changed:
                 index.unpin(pin)
         return file, stamp
-
-
-class SavedReplay:
-    """A save that was written, and may be committed or discarded.
-
-    Attributes:
-      data: what `Replay.load` needs.
-    """
-
-    def __init__(
-        self,
-        data: Tree,
-        files: list[ChunkFile],
-        writer: ReplayWriter,
-        index: Index | None,
-    ):
-        self.data = data
-        self._files = files
-        self._writer = writer
-        self._index = index
-
-    def records(self, root: str | os.PathLike[str]) -> list[FileRecord]:
-        """Returns the records to commit: all files of the save, relative to `root`."""
-        folder = self._writer.folder
-        return [] if folder is None else folder.records(self._files, root)
-
-    def discard(self) -> None:
-        """Removes the files that this save wrote, because it was not committed."""
-        folder, number = self._writer.folder, self.data["save"]
-        if folder is None:
-            return
-        with self._writer.saving:
-            for file in self._files:
-                if file.save == number:
-                    folder.remove(file)
-            if self._index is None:
-                return
-            with self._writer.changed:
-                every = list(self._index.files.values())
-            for files in every:
-                kept = [x for x in files.steps if x.save != number]
-                fresh = [x for x in files.latents if x.save != number]
-                if (kept, fresh) != (files.steps, files.latents):
-                    files.steps, files.latents, files.stamp = kept, fresh, 0

@@ -98,7 +98,7 @@ class Version:
 
 
 def test_policy_of_its_own_devices_does_not_wait_for_an_update():
-    parameters = Parameters(list, wait=False)
+    parameters = Parameters(None, wait=False)
     old, new, newest = Version(), Version(), Version()
     parameters.publish([old])
     parameters.publish([new])
@@ -111,7 +111,7 @@ def test_policy_of_its_own_devices_does_not_wait_for_an_update():
 
 
 def test_policy_of_shared_devices_takes_the_newest():
-    parameters = Parameters(list, wait=True)
+    parameters = Parameters(None, wait=True)
     parameters.publish([Version()])
     new = Version()
     parameters.publish([new])
@@ -119,7 +119,7 @@ def test_policy_of_shared_devices_takes_the_newest():
 
 
 def test_versions_that_nobody_can_use_any_more_are_dropped():
-    parameters = Parameters(list, wait=False)
+    parameters = Parameters(None, wait=False)
     for _ in range(100):
         parameters.publish([Version(ready=True)])
     assert len(parameters._versions) == 1

@@ -47,4 +47,4 @@ def make(tmp_path):
 @pytest.fixture
 def checkpoint(tmp_path):
     """A Checkpoint that keeps two saves."""
-    return Checkpoint(tmp_path, keep=2, min_free_bytes=0)
+    return Checkpoint(tmp_path, keep=2)

@@ -10,10 +10,10 @@ from replay_testing import write_save
 def commit(checkpoint, root, replay, meta=None):
     """Saves replay as a conductor does."""
     tag = checkpoint.new_tag()
-    saved = write_save(replay)
-    records = checkpoint.write_part(tag, "replay", saved.data)
-    checkpoint.commit(tag, records + saved.records(root), meta)
-    return saved.data
+    data, cut = write_save(replay)
+    records = checkpoint.write_part(tag, "replay", data)
+    checkpoint.commit(tag, records + cut.records(root), meta)
+    return data
 
 
 def names(folder, kind="*"):

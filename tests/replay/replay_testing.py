@@ -90,9 +90,9 @@ def make_update(batch, version, priority=None):
 
 
 def write_save(replay):
-    """Saves a buffer; returns the save, which has data and records."""
+    """Saves a buffer; returns its data and the cut, which has records."""
     with replay.cut() as cut:
-        return cut.write()
+        return cut.write(), cut
 
 
 def fill(replay, workers, counts):

@@ -14,6 +14,7 @@ from replay_testing import (
 )
 
 from embodied.replay import Replay, selectors
+from embodied.replay.chunks import Schema
 
 
 class TestSamples:
@@ -112,50 +113,19 @@ class TestSamples:
         assert len(Replay(2)) == 0
 
 
-class TestOutput:
-    def test_a_batch_is_written_straight_into_given_memory(self):
-        replay = Replay(3, context=1)
-        fill(replay, [0, 1], range(20))
-        given = {}
-
-        def allocate(fields):
-            assert list(fields)[-1] == "stepid"
-            for key, (dtype, shape) in fields.items():
-                given[key] = np.full(shape, 77).astype(dtype)
-            return given
-
-        batch = replay.sample(4, out=allocate)
-        assert batch is given
-        check_batch(batch)
-        assert batch["dyn/deter"].dtype == ml_dtypes.bfloat16
-
-    def test_memory_may_be_a_view_of_something_larger(self):
-        replay = Replay(3, context=1)
-        fill(replay, [0], range(9))
-        memory = np.zeros(10_000, np.uint8)
-
-        def allocate(fields):
-            arrays, start = {}, 64
-            for key, (dtype, shape) in fields.items():
-                size = int(np.prod(shape)) * dtype.itemsize
-                arrays[key] = memory[start : start + size].view(dtype).reshape(shape)
-                start += -(-size // 64) * 64
-            return arrays
-
-        batch = replay.sample(4, out=allocate)
-        check_batch(batch)
-        assert all(np.shares_memory(value, memory) for value in batch.values())
-
-    def test_a_failing_allocator_leaves_the_buffer_usable(self):
+class TestMemory:
+    def test_a_sample_without_memory_leaves_the_buffer_usable(self, monkeypatch):
         replay = Replay(2, 20, chunksize=2)
         fill(replay, [0], range(5))
 
-        def fail(fields):
-            raise RuntimeError("no memory here")
+        def fail(self, batch, length):
+            raise MemoryError("no memory here")
 
-        for _ in range(5):
-            with pytest.raises(RuntimeError, match="no memory here"):
-                replay.sample(2, out=fail)
+        with monkeypatch.context() as patch:
+            patch.setattr(Schema, "empty_batch", fail)
+            for _ in range(5):
+                with pytest.raises(MemoryError, match="no memory here"):
+                    replay.sample(2)
         fill(replay, [0], range(5, 200))
         assert all_starts(replay) == {(0, count) for count in range(179, 199)}
         assert replay.stats()["chunks"] <= 24, "evicted chunks are still held"

@@ -128,11 +128,11 @@ class TestCapacity:
             replay.add({"image": np.ones((64, 64, 3), np.uint8)})
         assert process.memory_info().rss - before < 100e6
 
-    def test_clear_forgets_steps_and_what_a_step_holds(self):
+    def test_loading_forgets_steps_and_what_a_step_holds(self):
         replay = Replay(2, online=True, selector=selectors.Prioritized())
         fill(replay, [0], range(20))
         old = replay.sample(1)
-        replay.clear()
+        replay.load(Replay(2).save())
         assert len(replay) == 0
         with pytest.raises(LookupError):
             replay.sample(1)

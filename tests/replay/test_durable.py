@@ -15,7 +15,7 @@ from replay_testing import (
 )
 
 from embodied.checkpoint import CheckpointError
-from embodied.replay import Replay, selectors
+from embodied.replay import Replay, reader, selectors
 
 
 def same_samples(one, two):
@@ -209,22 +209,24 @@ class TestRoundTrip:
             if expected:
                 assert all_starts(loaded) == expected
 
-    def test_progress_is_told(self, make):
+    def test_the_progress_of_a_long_load_is_logged(self, make, monkeypatch, caplog):
+        monkeypatch.setattr(reader, "_REPORT_SECONDS", -1)
         replay = make()
         fill(replay, [0], range(40))
-        data, seen = replay.save(), []
-        make().load(data, progress=lambda done, total: seen.append((done, total)))
-        assert seen == [(i, 5) for i in range(1, 6)]
+        with caplog.at_level("INFO"):
+            make().load(replay.save())
+        told = [f"Loading replay: {i} of 5 chunks." for i in range(1, 6)]
+        assert [record.message for record in caplog.records] == told
 
     def test_without_directory_there_is_nothing_to_save(self):
         replay = Replay(2)
         fill(replay, [0], range(5))
-        saved = write_save(replay)
+        data, cut = write_save(replay)
         loaded = Replay(2)
-        loaded.load(saved.data)
+        loaded.load(data)
         assert len(loaded) == 0
         assert loaded.stats()["total_inserts"] == 5
-        assert saved.records("/") == []
+        assert cut.records("/") == []
         with pytest.raises(ValueError, match="Expected a directory"):
             loaded.load()
 
@@ -376,7 +378,7 @@ class TestFiles:
         before = contents(tmp_path)
         fill(replay, [0], range(20, 30))
         replay.update(make_update(replay.sample(10, "report"), 2))
-        write_save(replay).discard()
+        write_save(replay)[1].discard()
         assert contents(tmp_path) == before
         loaded = make(length=2, context=2, selector=selectors.Fifo())
         loaded.load(replay.save())
@@ -473,9 +475,9 @@ class TestFiles:
     def test_records_are_relative_to_the_root(self, make, tmp_path):
         replay = make()
         fill(replay, [0], range(20))
-        saved = write_save(replay)
-        records = saved.records(tmp_path)
+        _, cut = write_save(replay)
+        records = cut.records(tmp_path)
         assert {x.path for x in records} == {f"replay/{x}" for x in names(tmp_path)}
         assert not any(record.required for record in records)
         with pytest.raises(ValueError, match="Expected the root"):
-            saved.records(tmp_path / "elsewhere")
+            cut.records(tmp_path / "elsewhere")

@@ -48,9 +48,9 @@ class TestCuts:
         fill(replay, [0, 1], range(20))
         with replay.cut() as cut:
             fill(replay, [0, 1], range(20, 40))
-            saved = cut.write()
+            data = cut.write()
         loaded = make()
-        loaded.load(saved.data)
+        loaded.load(data)
         assert all_starts(loaded) == {(w, c) for w in (0, 1) for c in range(18)}
         assert loaded.stats()["total_inserts"] == 40
 
@@ -278,7 +278,7 @@ class TestFullDisk:
             return Replay(3, directory=small_disk / "replay", chunksize=8, context=1)
 
         replay = make()
-        checkpoint = Checkpoint(small_disk, keep=2, min_free_bytes=0)
+        checkpoint = Checkpoint(small_disk, keep=2)
         self.big(replay, range(60))
         commit(checkpoint, small_disk, replay, {"step": 60})
         self.big(replay, range(60, 260))
@@ -314,7 +314,8 @@ class TestFullDisk:
                 replay.save()
         assert len(names(tmp_path)) > 8
         fill(replay, [0], range(20, 60))
-        listed = {x.path for x in write_save(replay).records(tmp_path / "replay")}
+        _, cut = write_save(replay)
+        listed = {x.path for x in cut.records(tmp_path / "replay")}
         assert listed <= names(tmp_path)
         first_save = {name for name in names(tmp_path) if "-00000001." in name}
         assert names(tmp_path) == listed | first_save
@@ -347,5 +348,6 @@ class TestFullDisk:
         error = MemoryError("no memory to compress")
         with failing_writes(monkeypatch, replay, 3, error), pytest.raises(MemoryError):
             replay.save()
-        listed = {x.path for x in write_save(replay).records(tmp_path / "replay")}
+        _, cut = write_save(replay)
+        listed = {x.path for x in cut.records(tmp_path / "replay")}
         assert names(tmp_path) == listed

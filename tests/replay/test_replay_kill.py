@@ -36,7 +36,7 @@ def make(root):
 
 def load(root):
     """Returns the Checkpoint, and the replay and meta of its newest intact save."""
-    checkpoint = Checkpoint(root, keep=2, min_free_bytes=0)
+    checkpoint = Checkpoint(root, keep=2)
     checkpoint.clean()
     replay, loaded = make(root), checkpoint.load()
     if loaded is None:
@@ -59,9 +59,9 @@ def save_until_killed(root):
         spans[-1][1] += 7
         replay.update(make_update(replay.sample(4), count))
         tag = checkpoint.new_tag()
-        saved = write_save(replay)
-        records = checkpoint.write_part(tag, "replay", saved.data)
-        records += saved.records(root)
+        data, cut = write_save(replay)
+        records = checkpoint.write_part(tag, "replay", data)
+        records += cut.records(root)
         checkpoint.commit(tag, records, {"spans": spans})
         print(spans[-1][1], flush=True)
 
@@ -97,7 +97,7 @@ def check_files(root):
 def check_previous(root, copy):
     """Raises unless the checkpoint before the newest can be loaded too."""
     shutil.copytree(root, copy)
-    tag = Checkpoint(copy, keep=2, min_free_bytes=0).newest().tag
+    tag = Checkpoint(copy, keep=2).newest().tag
     (copy / "ckpt/replay" / f"{tag}.json").write_text("torn")
     count = check_newest(copy)
     shutil.rmtree(copy)

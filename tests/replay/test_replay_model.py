@@ -185,15 +185,15 @@ class Run:
         self.model.abandon(worker)
 
     def save(self):
-        self.saved = write_save(self.replay), copy.deepcopy(self.model)
+        self.saved = *write_save(self.replay), copy.deepcopy(self.model)
 
     def load(self):
         if self.saved is None:
             return
-        saved, model = self.saved
+        data, cut, model = self.saved
         self.replay = self.make()
-        self.replay.load(saved.data)
-        records = saved.records(self.folder)
+        self.replay.load(data)
+        records = cut.records(self.folder)
         self.replay.clean({record.path for record in records}, self.folder)
         self.model = copy.deepcopy(model)
         self.model.end_streams()
@@ -204,13 +204,13 @@ class Run:
         """Loads without the list of files, right after a save."""
         if self.saved is not None:
             return
-        saved = write_save(self.replay)
+        _, cut = write_save(self.replay)
         other = self.make()
         other.load()
         assert len(other) >= len(self.replay) or self.tight
         if len(other):
             check_batch(other.sample(5, "report"))
-        saved.discard()
+        cut.discard()
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ def prioritized():
 def weights(replay):
     """Returns the priority, as it is used, of the sequence that begins at each step."""
     batch = replay.sample(400, "report")
-    assert not len(replay._selector._unseen)
+    assert not len(replay._selector._infinite)
     starts = zip(batch["worker"][:, 0].tolist(), batch["count"][:, 0].tolist())
     slots = replay._index.chunks.locate(batch["stepid"][:, 0])[0]
-    return dict(zip(starts, replay._selector._weights[slots].tolist()))
+    return dict(zip(starts, replay._selector._weights._levels[0][slots].tolist()))
 
 
 class TestPriorities:

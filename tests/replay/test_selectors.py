@@ -42,24 +42,11 @@ def test_samples_are_int64_in_the_amount_asked_for(name):
 
 
 @every_selector
-def test_wrong_slots_are_refused_and_change_nothing(name):
-    selector, untouched = filled(name, 10), filled(name, 10)
-    for wrong in (slots(20, 5), slots(20, 20), slots(-1), [[1]], [0.5], [2**31]):
-        with pytest.raises(ValueError):
-            selector.insert(wrong)
-    for wrong in (slots(5, 20), slots(5, 5), slots(-1), slots(10**6)):
-        with pytest.raises(ValueError):
-            selector.remove(wrong)
-    assert len(selector) == 10
-    np.testing.assert_array_equal(selector.sample(100), untouched.sample(100))
-
-
-@every_selector
 def test_operations_on_no_slots_do_nothing(name):
     selector = filled(name, 10)
     for _ in range(2):
         selector.insert(slots())
-        selector.remove([])
+        selector.remove(slots())
         selector.prioritize(slots(), np.zeros(0))
         assert len(selector) == 10
 
@@ -109,15 +96,15 @@ def test_an_operation_on_few_slots_does_not_touch_all(name):
     amount = 2**18
     selector = filled(name, amount)
     selector.prioritize(np.arange(amount), np.ones(amount))
-    selector.remove(slots(5))
-    selector.insert(slots(5))
+    selector.remove(slots(0))
+    selector.insert(slots(0))
     tracemalloc.start()
     try:
         selector.sample(4)
         selector.sample(4, peek=True)
-        selector.prioritize(slots(1, 2, 3), np.ones(3))
-        selector.remove(slots(7, 9, amount - 1))
-        selector.insert(slots(7, 9, amount - 1))
+        selector.prioritize(slots(7, 9, amount - 1), np.ones(3))
+        selector.remove(slots(1, 2, 3))
+        selector.insert(slots(1, 2, 3))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -91,11 +91,10 @@ class Trial:
         self.model.insert(new.tolist())
 
     def remove(self, amount, rng):
-        present = self.model.order
-        old = rng.choice(present, min(amount, len(present)), replace=False)
-        self.free += old.tolist()
-        self.selector.remove(old)
-        self.model.remove(old.tolist())
+        old = self.model.order[:amount]  # A buffer evicts the oldest only.
+        self.free += old
+        self.selector.remove(np.array(old))
+        self.model.remove(old)
 
     def prioritize(self, amount, rng):
         changed = rng.choice(self.model.order, amount)  # May hold a slot twice.

@@ -26,11 +26,11 @@ def test_prioritized_draws_in_proportion_to_the_power_of_priorities(
     values = np.random.default_rng(0).uniform(0.5, 3, 150)
     values[::7] = 0
     selector = prioritized(values, exponent=exponent, branching=branching)
-    selector.remove(np.arange(100, 120))
+    selector.remove(np.arange(20))
     weights = {
         slot: value**exponent if value else 0.0
         for slot, value in enumerate(values.tolist())
-        if not 100 <= slot < 120
+        if slot >= 20
     }
     assert_distribution(selector.sample(60_000), normalised(weights))
 
@@ -144,13 +144,11 @@ def test_extreme_priorities_neither_overflow_nor_draw_others(exponent):
     assert_distribution(selector.sample(10_000), {0: 0.5, 1: 0.5, 2: 0, 3: 0})
 
 
-def test_priorities_need_one_row_per_slot_and_slots_that_are_present():
+def test_priorities_need_one_row_per_slot():
     selector = prioritized([1.0, 2.0])
     for wrong in (np.ones(3), np.ones((1, 2)), np.ones((2, 2, 2)), np.float32(1)):
         with pytest.raises(ValueError, match=r"\[2\] or \[2, T\], one row per slot"):
             selector.prioritize(slots(0, 1), wrong)
-    with pytest.raises(ValueError, match="Slot 7 is not present"):
-        selector.prioritize(slots(0, 7), np.ones(2))
 
 
 @pytest.mark.parametrize(

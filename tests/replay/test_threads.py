@@ -174,13 +174,18 @@ def test_an_insert_waits_for_a_reader_of_the_memory_it_needs():
     reading, go_on = threading.Event(), threading.Event()
     batches = []
 
-    def allocate(fields):
+    schema = replay._index.schema
+    allocate = schema.empty_batch
+
+    def wait(batch, length):
         reading.set()
         assert go_on.wait(60)
-        return {key: np.zeros(shape, dtype) for key, (dtype, shape) in fields.items()}
+        return allocate(batch, length)
+
+    schema.empty_batch = wait
 
     def read():
-        batches.append(replay.sample(50, out=allocate))
+        batches.append(replay.sample(50))
 
     def insert():
         for count in range(50, 100):
@@ -204,7 +209,7 @@ def test_an_insert_waits_for_a_reader_of_the_memory_it_needs():
     assert replay.stats()["bytes"] <= 2000
 
 
-def test_an_update_of_what_is_cleared_meanwhile_does_not_reach_what_follows():
+def test_an_update_of_what_is_replaced_meanwhile_does_not_reach_what_follows():
     selector = selectors.Prioritized()
     replay = Replay(2, context=1, selector=selector)
     replay.add_batch(make_steps([0] * 9, range(9)), [0] * 9)
@@ -227,7 +232,7 @@ def test_an_update_of_what_is_cleared_meanwhile_does_not_reach_what_follows():
     with replay._latents:
         thread.start()
         assert found.wait(60)  # The update has found its steps and waits for the lock.
-        replay.clear()
+        replay.load(Replay(2).save())
         replay.add_batch(make_steps([0] * 3, range(3)), [0] * 3)
     thread.join(60)
     assert not thread.is_alive()

@@ -75,7 +75,7 @@ def test_the_limit_is_exact(sized):
 def test_the_list_of_a_save_is_limited_too(tmp_path):
     replay = Replay(3, directory=tmp_path, chunksize=8, context=1)
     fill(replay, [0], range(24))
-    data = write_save(replay).data
+    data, _ = write_save(replay)
     long = np.zeros(1000, "<i4").tobytes()
     order = np.frombuffer(zstandard.ZstdCompressor(1).compress(long), np.uint8)
     chunks = data["chunks"]

@@ -141,7 +141,7 @@ class TestRestore:
             changes = {"replica": replica, "replicas": replicas}
             return RoleCheckpoint(make_args(logdir=str(tmp_path), **changes))
 
-        checkpoint = Checkpoint(tmp_path, min_free_bytes=0)
+        checkpoint = Checkpoint(tmp_path)
         tag, records = checkpoint.new_tag(), []
         for replica in range(saved):
             state = {"logger": {"step": 5}}
@@ -161,7 +161,7 @@ class TestDamage:
     PARTS = ("agent", "replay", "logger")
 
     def commit(self, folder, step):
-        checkpoint = Checkpoint(folder, min_free_bytes=0)
+        checkpoint = Checkpoint(folder)
         tree = {"step": step, "weights": np.full(1000, step)}
         return checkpoint.save(dict.fromkeys(self.PARTS, tree), {"step": step})
 

@@ -50,7 +50,7 @@ class Saves:
     """Saves a role under new tags, as its server does."""
 
     def __init__(self, folder):
-        self.checkpoint = Checkpoint(folder, min_free_bytes=0)
+        self.checkpoint = Checkpoint(folder)
         self.writer = PartWriter(self.checkpoint)
         self.tag = ""
 
@@ -404,7 +404,7 @@ def test_files_without_a_checkpoint_are_loaded_and_kept(tmp_path):
             with client:
                 client.connect(WAIT)
                 assert role.stats()["replay/steps"] == FULL
-                checkpoint = Checkpoint(tmp_path, min_free_bytes=0)
+                checkpoint = Checkpoint(tmp_path)
                 tag = checkpoint.new_tag()
                 files, _ = unpack_reply(client.save(tag, 0).result(WAIT))
                 checkpoint.commit(tag, files)
