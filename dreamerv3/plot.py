@@ -16,6 +16,7 @@ import argparse
 import glob
 import io
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,7 +124,7 @@ def find_runs(given: str | Path) -> list[Path]:
     Raises:
       PlotError: no logdir of a run matches the wildcards.
     """
-    given = str(given)
+    given = os.path.expanduser(given)
     if not glob.has_magic(given) or Path(given).exists():
         return [Path(given)]
     found = sorted(map(Path, glob.glob(given, recursive=True)))

@@ -166,11 +166,13 @@ def test_the_picture_has_a_panel_for_every_task(make_run, tmp_path):
     assert (panels[5] == 255).all()
 
 
-def test_wildcards_find_runs_at_any_depth(make_run, tmp_path):
+def test_wildcards_find_runs_at_any_depth(make_run, tmp_path, monkeypatch):
     runs = [make_run("runs/a", SCORES), make_run("runs/deep/b", SCORES, seed=1)]
     assert plot.find_runs(tmp_path / "runs/**") == runs
     assert plot.find_runs(tmp_path / "runs/*") == runs[:1]
     assert plot.find_runs(runs[0]) == runs[:1]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert plot.find_runs("~/runs/*") == runs[:1]
 
 
 def test_a_picture_can_be_svg(make_run, tmp_path):
