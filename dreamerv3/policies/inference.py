@@ -338,7 +338,7 @@ class ActionConverter:
                 leaf.start,
                 leaf.start + inner[key].classes,
             )
-            self.spaces[key] = Space(leaf.gym_space.dtype, shape, low, high)
+            self.spaces[key] = Space(leaf.source.dtype, shape, low, high)
         self._env = env
 
     def __call__(self, actions: Mapping[str, Array]) -> dict[str, Array]:
@@ -354,7 +354,7 @@ class ActionConverter:
 
 
 def _shifted_leaves(inner: Spaces, outer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the `GymLeaf` of each discrete action that does not begin at 0."""
+    """Returns the `Leaf` of each discrete action that does not begin at 0."""
     import gymnasium
 
     from embodied.envs.gym_spaces import act_leaf

@@ -145,6 +145,7 @@ def test_integer_actions_count_from_zero():
     number, booleans = inner.actions[0]
     assert number == -1
     assert number.dtype == np.int64
+    assert {-1: "left"}[number] == "left"
     assert booleans.tolist() == [True, False]
 
 
