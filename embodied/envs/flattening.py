@@ -37,6 +37,8 @@ class Leaf:
         each; None for 0.
       convert: converts values [..., *shape] of the environment to values of `space`;
         None where no more than the shape, the dtype and `start` differ.
+      plain: whether a single action is a number, by which environments may look things
+        up, and not an array of shape ().
     """
 
     key: str
@@ -45,6 +47,7 @@ class Leaf:
     source: Any
     start: int | np.ndarray | None = None
     convert: Callable[[np.ndarray], np.ndarray] | None = None
+    plain: bool = False
 
     def encode(self, nested: Any) -> np.ndarray:
         """Converts this leaf's element [..., *shape] of a nested observation.
@@ -78,8 +81,7 @@ class Leaf:
         if self.start is not None:
             array = array.astype(np.int64) + self.start
         array = np.asarray(array, self.source.dtype)
-        # A single class is a plain number, by which environments may look things up.
-        return array[()] if self.space.discrete else array
+        return array[()] if self.plain else array
 
     def _find(self, nested: Any) -> Any:
         element = nested

@@ -127,7 +127,7 @@ def _act_leaf(key: str, path: Path, spec: Any) -> Leaf:
     dtype, shape = _dtype(key, spec), spec.shape
     low, high = getattr(spec, "minimum", None), getattr(spec, "maximum", None)
     if dtype.kind == "b":
-        return Leaf(key, path, Space(np.int32, shape, 0, 2), spec)
+        return Leaf(key, path, Space(np.int32, shape, 0, 2), spec, plain=True)
     if dtype.kind == "f":
         return Leaf(key, path, Space(dtype, shape, low, high), spec)
     if low is None or high is None:
@@ -138,7 +138,8 @@ def _act_leaf(key: str, path: Path, spec: Any) -> Leaf:
     low = np.broadcast_to(np.asarray(low).astype(np.int64), shape)
     classes = np.broadcast_to(high, shape).astype(np.int64) - low + 1
     space = Space(np.int32, shape, 0, classes)
-    return Leaf(key, path, space, spec, low if low.any() else None)
+    start = low if low.any() else None
+    return Leaf(key, path, space, spec, start, plain=True)
 
 
 def _is_image(spec: Any) -> bool:

@@ -199,11 +199,12 @@ def _leaf(key: str, path: Path, space: gymnasium.Space, acts: bool) -> Leaf:
     try:
         if isinstance(space, spaces.Discrete):
             classes = _classes(int(space.n))
-            return Leaf(key, path, classes, space, int(space.start) or None)
+            start = int(space.start) or None
+            return Leaf(key, path, classes, space, start, plain=True)
         if isinstance(space, spaces.MultiDiscrete):
             classes = _classes(space.nvec)
-            start = space.start.astype(np.int64) if np.any(space.start) else None
-            return Leaf(key, path, classes, space, start)
+            starts = space.start.astype(np.int64) if np.any(space.start) else None
+            return Leaf(key, path, classes, space, starts)
         if isinstance(space, spaces.MultiBinary):
             return Leaf(key, path, Space(np.int32, space.shape, 0, 2), space)
         if isinstance(space, spaces.Box):

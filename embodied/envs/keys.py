@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.base import Array, Spaces, TaskError
+from embodied.base import Array, TaskError
 from embodied.space import Space
 
 # Keys about the episode, which every environment has besides its own observations.
@@ -51,16 +51,17 @@ def signals(
     }
 
 
-def class_action(classes: int) -> Spaces:
-    """Returns the action space of environments whose only action is a class."""
-    return {"reset": Space(bool), "action": Space(np.int32, (), 0, classes)}
-
-
 def check_at_least(least: int, **options: int) -> None:
     """Raises ValueError unless all options are at least `least`."""
     for name, value in options.items():
         if value < least:
             raise ValueError(f"Expected {name} of at least {least}, got {value}.")
+
+
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError unless an option is one of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"Expected {name} to be one of {allowed}, got {value!r}.")
 
 
 def hash_words(text: str | bytes | np.ndarray) -> np.ndarray:

@@ -9,9 +9,10 @@ import minigrid  # noqa: F401  (registers its ids)
 import numpy as np
 from gymnasium.error import DependencyNotInstalled
 
-from embodied.base import Array, Env, Spaces
+from embodied.base import Array, Spaces
 from embodied.envs import rendering
-from embodied.envs.keys import SIGNALS, class_action, signals
+from embodied.envs.game import Game
+from embodied.envs.keys import SIGNALS
 from embodied.envs.registry import MissingExtra, UnknownTask
 from embodied.space import Space
 
@@ -19,7 +20,7 @@ _PREFIX = "MiniGrid-"
 _VERSION = re.compile(r"-v\d$")
 
 
-class MiniGrid(Env):
+class MiniGrid(Game):
     """A MiniGrid task, with an image instead of its table of object types.
 
     The mission, a sentence, is not observed: tasks whose mission varies cannot be
@@ -42,6 +43,8 @@ class MiniGrid(Env):
     ):
         self.name = _find_id(task)
         self._env = _make(self.name)
+        # Turn left or right, go forward, pick up, drop, toggle, done.
+        super().__init__(int(self._env.action_space.n))  # type: ignore[attr-defined]
         self._seed: int | None = seed
         self._size = (int(size[0]), int(size[1]))
         self._full = full
@@ -49,7 +52,6 @@ class MiniGrid(Env):
         cells = grid.width if full else grid.agent_view_size  # type: ignore[attr-defined]
         # Drawn at least as large as the image.
         self._tile = max(4, -(-max(self._size) // cells))
-        self._done = True
 
     @property
     def obs_space(self) -> Spaces:
@@ -60,33 +62,21 @@ class MiniGrid(Env):
             **SIGNALS,
         }
 
-    @property
-    def act_space(self) -> Spaces:
-        """Turn left or right, go forward, pick up, drop, toggle, done."""
-        return class_action(int(self._env.action_space.n))  # type: ignore[attr-defined]
-
-    def step(self, action: dict[str, Array]) -> dict[str, Array]:
-        """Steps, or makes a new grid."""
-        if self._done or action["reset"]:
-            obs, _ = self._env.reset(seed=self._seed)
-            self._seed = None
-            self._done = False
-            return self._observe(obs, 0.0, is_first=True)
-        obs, reward, terminated, truncated, _ = self._env.step(int(action["action"]))
-        self._done = bool(terminated or truncated)
-        return self._observe(obs, float(reward), is_terminal=bool(terminated))
-
     def close(self) -> None:
         """Closes the environment."""
         self._env.close()
 
-    def _observe(
-        self,
-        obs: dict[str, Array],
-        reward: float,
-        is_first: bool = False,
-        is_terminal: bool = False,
-    ) -> dict[str, Array]:
+    def _start(self) -> dict[str, Array]:
+        obs, _ = self._env.reset(seed=self._seed)
+        self._seed = None
+        return self._observe(obs)
+
+    def _play(self, action: int) -> tuple[dict[str, Array], float, bool, bool]:
+        obs, reward, terminated, truncated, _ = self._env.step(action)
+        done = bool(terminated or truncated)
+        return self._observe(obs), float(reward), done, bool(terminated)
+
+    def _observe(self, obs: dict[str, Array]) -> dict[str, Array]:
         grid = self._env.unwrapped
         frame = grid.get_frame(  # type: ignore[attr-defined]
             highlight=self._full, tile_size=self._tile, agent_pov=not self._full
@@ -94,7 +84,6 @@ class MiniGrid(Env):
         return {
             "image": rendering.resize(frame, self._size),
             "direction": np.int32(obs["direction"]),
-            **signals(reward, is_first, self._done, is_terminal),
         }
 
 

@@ -285,7 +285,7 @@ def test_other_arrays_become_what_networks_take(space, expected):
 def test_values_beyond_the_dtype_are_not_wrapped_around():
     env = wrap(FromGym(gym_env := Echo(box((2, 3, 4), np.int8, low=0, high=2))))
     gym_env.observation_space.sample = lambda: np.full((2, 3, 4), 257)
-    with pytest.raises(SpaceError, match="'obs'.*int64"):
+    with pytest.raises(SpaceError, match=r"'obs'.*int64"):
         env.step(RESET)
 
 
