@@ -323,6 +323,9 @@ def test_functions_that_take_a_seed_get_it():
     options = {"vector": "sync", "kwargs": {"length": 7}}
     registry.adapt_batch(make, [4, 5], options).close()
     assert seeds[-2:] == [(4, 7), (5, 7)]
+    options["kwargs"]["seed"] = 1  # That of the run holds, as for a single one.
+    registry.adapt_batch(make, [4, 5], options).close()
+    assert seeds[-2:] == [(4, 7), (5, 7)]
 
 
 def test_vectors_that_cannot_be_made_are_refused():
