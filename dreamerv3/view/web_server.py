@@ -36,6 +36,7 @@ from dreamerv3.suite.curves import running_mean
 from dreamerv3.view.dream_process import DreamError, Dreams
 from dreamerv3.view.runs import SCORE, RunFolder, Runs
 from dreamerv3.view.series import thin
+from embodied.run.live import plain
 
 STATIC = Path(__file__).with_name("static")
 KINDS = {
@@ -158,7 +159,7 @@ class Pages:
 
     def list_runs(self, request: Request) -> Response:
         """Returns all runs."""
-        return _json([run.summary() for run in self._runs.all()])
+        return _json(self._summaries())
 
     def show_run(self, request: Request) -> Response:
         """Returns everything about a run except for its curves."""
@@ -397,18 +398,8 @@ def _json(content: Any) -> Response:
     try:
         text = json.dumps(content, allow_nan=False)
     except ValueError:
-        text = json.dumps(_finite(content), allow_nan=False)
+        text = json.dumps(plain(content), allow_nan=False)
     return Response(text, media_type="application/json")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value
 
 
 def _event(name: str, content: Any) -> str:
