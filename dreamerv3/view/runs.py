@@ -119,29 +119,16 @@ class Runs:
 def _find(root: Path) -> list[Path]:
     """Returns the folders of runs below a folder, without following links."""
     found: list[Path] = []
-    level = [root]
-    for _ in range(DEPTH + 1):
-        below: list[Path] = []
-        for folder in level:
-            try:
-                with os.scandir(folder) as entries:
-                    items = list(entries)
-            except OSError:
-                continue
-            names = {item.name for item in items}
-            if names.intersection(RUN_FILES):
-                found.append(folder)
-            below += [
-                Path(item.path)
-                for item in items
-                if item.is_dir(follow_symlinks=False)
-                and item.name not in SKIPPED
-                and not item.name.startswith(".")
-            ]
-        level = below
-        if len(found) >= MOST_RUNS:
+    for name, below, files in os.walk(root):
+        folder = Path(name)
+        if not {*below, *files}.isdisjoint(RUN_FILES):
+            found.append(folder)
+        if len(found) == MOST_RUNS:
             break
-    return found[:MOST_RUNS]
+        if len(folder.relative_to(root).parts) == DEPTH:
+            below.clear()
+        below[:] = [x for x in below if x not in SKIPPED and not x.startswith(".")]
+    return found
 
 
 def _cached(*names: str, seconds: float = math.inf) -> Callable[[Any], Any]:

@@ -281,11 +281,8 @@ class Pages:
         stamp, quiet = None, 0.0
         while True:
             now = await run_in_threadpool(run.stamp)
-            if now != stamp:
+            if now != stamp or quiet >= ALIVE_SECONDS:
                 stamp, quiet = now, 0.0
-                yield await run_in_threadpool(_message, run)
-            elif quiet >= ALIVE_SECONDS:
-                quiet = 0.0
                 yield await run_in_threadpool(_message, run)
             await asyncio.sleep(POLL_SECONDS)
             quiet += POLL_SECONDS

@@ -95,7 +95,7 @@ class PinPad(Game):
         self._places = [_PLACES[place] for place in _ORDERS[task].split()]
         self._pads = _pads(self._places)
         self._room = _room(self._pads)
-        self._free = np.argwhere(self._floor_mask() & (self._pads < 0))
+        self._free = np.argwhere(self._pads[1:-1, 1:-1] < 0) + 1
         self._history: list[int] = []
         self._agent = (0, 0)
         self._count = 0
@@ -127,7 +127,7 @@ class PinPad(Game):
         """Moves by one cell, unless a wall is there."""
         down, right = MOVES[action]
         row, column = self._agent[0] + down, self._agent[1] + right
-        if self._floor_mask()[row, column]:
+        if 0 < row < HEIGHT - 1 and 0 < column < WIDTH - 1:
             self._agent = (row, column)
         pad = int(self._pads[self._agent])
         if pad >= 0 and self._history[-1:] != [pad]:
@@ -142,11 +142,6 @@ class PinPad(Game):
         row, column = self._free[self._rng.integers(len(self._free))]
         self._agent = (int(row), int(column))
         self._history = []
-
-    def _floor_mask(self) -> np.ndarray:
-        mask = np.zeros((HEIGHT, WIDTH), bool)
-        mask[1:-1, 1:-1] = True
-        return mask
 
     def _observe(self) -> dict[str, Array]:
         cells = self._room.copy()

@@ -139,7 +139,7 @@ _SUITES = (
     ),
     Suite(
         "minigrid",
-        "embodied.envs.minigrid:MiniGrid",
+        "embodied.envs.minigrid:make_minigrid",
         "Grid rooms with doors and keys, such as minigrid_DoorKey-5x5.",
         extra="minigrid",
     ),

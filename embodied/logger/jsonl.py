@@ -10,7 +10,6 @@ import os
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -137,11 +136,11 @@ def _repair(path: pathlib.Path) -> None:
     """Completes a last line that lacks its newline, or removes it if cut off."""
     if not path.is_file():
         return
+    start, tail = 0, b""
     with path.open("r+b") as file:
-        start = _last_line_start(file)
-        file.seek(start)
-        tail = file.read()
-        if not tail:
+        for line in file:
+            start, tail = start + len(tail), line
+        if not tail or tail.endswith(b"\n"):
             return
         try:
             whole = isinstance(json.loads(tail), dict)
@@ -151,16 +150,3 @@ def _repair(path: pathlib.Path) -> None:
             file.write(b"\n")
         else:
             file.truncate(start)
-
-
-def _last_line_start(file: Any) -> int:
-    """Returns the position after the last newline, reading backwards in blocks."""
-    position = file.seek(0, os.SEEK_END)
-    while position > 0:
-        start = max(0, position - 65536)
-        file.seek(start)
-        newline = file.read(position - start).rfind(b"\n")
-        if newline >= 0:
-            return int(start + newline + 1)
-        position = start
-    return 0

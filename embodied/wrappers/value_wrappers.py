@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -247,37 +246,25 @@ class ResizeImage(Wrapper):
     Args:
       env: the environment.
       size: height and width.
-      pattern: regular expression that the whole key must match.
     """
 
-    def __init__(self, env: Env, size: tuple[int, int], pattern: str = ".*"):
+    def __init__(self, env: Env, size: tuple[int, int]):
         super().__init__(env)
         self._size = (int(size[0]), int(size[1]))
         if min(self._size) < 1:
             raise ValueError(f"Expected a positive height and width, got {size}.")
-        spaces = super().obs_space
-        images = [key for key, space in spaces.items() if is_image(space)]
-        matched = [key for key in images if re.fullmatch(pattern, key)]
-        if not matched:
-            raise SpaceError.of(
-                "observation",
-                pattern,
-                env,
-                "an image (3 dimensions, uint8) whose key matches",
-                f"the images {images} among {sorted(spaces)}",
-                "Change the pattern, or leave this wrapper out.",
-            )
-        self._keys = [key for key in matched if spaces[key].shape[:2] != self._size]
+        self._keys = [
+            key
+            for key, space in super().obs_space.items()
+            if is_image(space) and space.shape[:2] != self._size
+        ]
 
     @property
     def obs_space(self) -> Spaces:
         """Spaces of the wrapped environment, images in the new size."""
         spaces = super().obs_space
-        for key in self._keys:
-            low, high = spaces[key].limits
-            shape = (*self._size, spaces[key].shape[2])
-            spaces[key] = Space(np.uint8, shape, low.min(), int(high.max()) + 1)
-        return spaces
+        resized = {key: resized_space(spaces[key], self._size) for key in self._keys}
+        return {**spaces, **resized}
 
     def step(self, action: Step) -> Step:
         """Steps, and resizes the images."""
@@ -286,6 +273,13 @@ class ResizeImage(Wrapper):
             **obs,
             **{key: resize_image(obs[key], self._size) for key in self._keys},
         }
+
+
+def resized_space(space: Space, size: tuple[int, int]) -> Space:
+    """Returns the space of images of another size."""
+    low, high = space.limits
+    shape = (*size, space.shape[2])
+    return Space(np.uint8, shape, low.min(), int(high.max()) + 1)
 
 
 def resize_image(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 from suite_testing import check_suite, episodes
 
 from embodied.envs import UnknownTask, make
-from embodied.envs.pinpad import HEIGHT, MOVES, REWARD, TASKS, PinPad
+from embodied.envs.pinpad import HEIGHT, MOVES, REWARD, TASKS, WIDTH, PinPad
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -33,9 +33,8 @@ def way(env, target):
     for cell in queue:
         for action, (down, right) in list(enumerate(MOVES))[1:]:
             near = cell[0] + down, cell[1] + right
-            open_cell = env._floor_mask()[near] and (
-                env._pads[near] in (-1, own, env._pads[env.agent])
-            )
+            inside = 0 < near[0] < HEIGHT - 1 and 0 < near[1] < WIDTH - 1
+            open_cell = inside and env._pads[near] in (-1, own, env._pads[env.agent])
             if open_cell and near not in came:
                 came[near] = (cell, action)
                 queue.append(near)
