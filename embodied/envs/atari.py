@@ -9,10 +9,10 @@ import numpy as np
 from ale_py import roms
 
 from embodied.base import Array, Spaces
-from embodied.envs import rendering
 from embodied.envs.game import Game
 from embodied.envs.keys import SIGNALS, check_at_least, check_choice
 from embodied.envs.registry import UnknownTask
+from embodied.images import resize_image
 from embodied.space import Space
 
 STICKY = 0.25  # Probability that a frame takes the previous frame's action.
@@ -174,7 +174,7 @@ class Atari(Game):
                 np.maximum(pooled, frame, out=pooled)
         elif len(frames) > 1:
             pooled = frames.mean(0).astype(np.uint8)
-        resized = rendering.resize(pooled, self._size)
+        resized = resize_image(pooled, self._size)
         return resized[..., None] if self._gray else resized
 
 

@@ -19,7 +19,7 @@ from embodied.envs.keys import (
     UnusableEnv,
     hash_words,
 )
-from embodied.envs.rendering import resize_planes
+from embodied.images import resize_image
 from embodied.space import Space
 
 MOST_CHANNELS = 16  # Of images with channels first; also most images of a stack.
@@ -150,7 +150,7 @@ class ImageLayout:
             value = value.reshape((*value.shape[:-2], -1))
         if self.size is not None and value.shape[-3:-1] != self.size:
             images = value.reshape((-1, *value.shape[-3:]))
-            resized = np.stack([resize_planes(image, self.size) for image in images])
+            resized = np.stack([resize_image(image, self.size) for image in images])
             value = resized.reshape((*value.shape[:-3], *resized.shape[1:]))
         return np.ascontiguousarray(value)
 

@@ -8,10 +8,10 @@ import numpy as np
 import procgen
 
 from embodied.base import Array, Spaces
-from embodied.envs import rendering
 from embodied.envs.game import Game
 from embodied.envs.keys import SIGNALS, check_choice
 from embodied.envs.registry import check_task
+from embodied.images import resize_image
 from embodied.space import Space
 
 GAMES = (
@@ -96,4 +96,4 @@ class ProcGen(Game):
     def _draw(self, obs: dict[str, Array]) -> np.ndarray:
         if not self._large:
             return np.array(obs["rgb"][0])
-        return rendering.resize(self._env.get_info()[0]["rgb"], self._size)
+        return resize_image(self._env.get_info()[0]["rgb"], self._size)

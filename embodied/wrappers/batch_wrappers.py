@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from embodied.base import Array, BatchEnv, Env, Spaces
+from embodied.images import resize_image
 from embodied.space import Space
 from embodied.wrappers.checking import Step, ValueCheck, check_keys, check_numeric
 from embodied.wrappers.value_wrappers import (
     ClipAction,
     NormalizeAction,
     is_image,
-    resize_image,
     resized_space,
     unified_space,
 )

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 
 from embodied.base import Env, Spaces
+from embodied.images import resize_image
 from embodied.space import Space
 from embodied.wrappers.checking import SpaceError, Step, Wrapper, brief, env_name
-from embodied.wrappers.value_wrappers import resize_image
 
 _logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from embodied.base import Array, Env, Spaces
+from embodied.images import resize_image
 from embodied.space import Space
 from embodied.wrappers.checking import SpaceError, Step, Wrapper, check_numeric
 
@@ -280,20 +281,6 @@ def resized_space(space: Space, size: tuple[int, int]) -> Space:
     low, high = space.limits
     shape = (*size, space.shape[2])
     return Space(np.uint8, shape, low.min(), int(high.max()) + 1)
-
-
-def resize_image(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Resizes an image [H, W, C] uint8 to height and width."""
-    # Imported here, so that importing the framework does not import Pillow.
-    from PIL import Image
-
-    # Pillow takes three channels or one; others are resized channel by channel.
-    planes = [image] if image.shape[2] == 3 else list(np.moveaxis(image, 2, 0))
-    resized = [
-        np.asarray(Image.fromarray(plane).resize(size[::-1], Image.Resampling.BILINEAR))
-        for plane in planes
-    ]
-    return resized[0] if image.shape[2] == 3 else np.stack(resized, axis=2)
 
 
 def is_image(space: Space) -> bool:
