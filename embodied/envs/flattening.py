@@ -149,6 +149,54 @@ class Flattened:
         return _unflatten(self._nested_act_space, values)
 
 
+def array_leaf(
+    key: str,
+    path: Path,
+    source: Any,
+    low: Any,
+    high: Any,
+    acts: bool,
+    plain: bool = False,
+) -> Leaf:
+    """Makes the leaf of an array of numbers.
+
+    Args:
+      key: see `Leaf`, as for `path` and `source`.
+      path: as there.
+      source: as there.
+      low: lowest values; of floats, None if they have no bounds.
+      high: highest values, inclusive.
+      acts: whether it is an action.
+      plain: see `Leaf`.
+    """
+    dtype, shape = np.dtype(source.dtype), source.shape
+    if dtype.kind == "f":
+        bounds = (low, high) if acts else (None, None)
+        return Leaf(key, path, Space(dtype, shape, *bounds), source)
+    if dtype.kind == "b":
+        return Leaf(key, path, Space(dtype, shape), source, plain=plain)
+    wide = np.uint64 if dtype == np.uint64 else np.int64
+    low, high = (np.broadcast_to(x, shape).astype(wide) for x in (low, high))
+    spread = high.astype(object) - low.astype(object)
+    # Actions are classes, and an observation of -1 would mean that it is missing.
+    shift = np.any(low) and (acts or dtype.kind == "i")
+    if shift and np.all(spread < np.iinfo(np.int32).max):
+        start = low.astype(np.int64)
+        return Leaf(key, path, class_space(spread + 1), source, start, plain=plain)
+    # Highs are inclusive here and exclusive in Space, where a 64-bit maximum admits
+    # itself.
+    high = np.minimum(high, np.iinfo(wide).max - 1) + wide(1)
+    return Leaf(key, path, Space(dtype, shape, low, high), source, plain=plain)
+
+
+def class_space(number: Any) -> Space:
+    """Returns the space of integers from 0 to below `number`, per element."""
+    number = np.asarray(number).astype(np.int64)
+    if np.any(number > np.iinfo(np.int32).max):
+        raise ValueError(f"expected classes that fit int32, got {number.max()}.")
+    return Space(np.int32, number.shape, 0, number)
+
+
 def flatten(space: Any, key: str) -> Iterator[tuple[str, Path, Any]]:
     """Yields key, path and leaf of every element of a nested space or spec.
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from embodied.base import Array, Env
-from embodied.envs.flattening import Flattened, Leaf, Path, flatten
+from embodied.envs.flattening import Flattened, Leaf, Path, array_leaf, flatten
 from embodied.envs.keys import UnsupportedSpace, check_at_least, signals
 from embodied.envs.registry import UnknownTask, find_factory
-from embodied.space import Space
 
 _SEEDS = ("seed", "random_state", "random_seed")  # Names that factories give the seed.
 
@@ -20,7 +19,7 @@ class FromDM(Flattened, Env):
     """An environment with dm_env's interface.
 
     Specs are flattened: the elements of nested dicts, lists and tuples become keys
-    that are joined with slashes. Integer actions become int32 that start at 0.
+    that are joined with slashes. Integers are converted as those of a Box by `FromGym`.
     Float observations are declared without bounds, and arrays without elements are
     left out. A discount of zero sets `is_terminal`.
 
@@ -64,8 +63,12 @@ class FromDM(Flattened, Env):
         super().__init__(
             env,
             type(env).__name__,
-            _obs_leaves(obs_spec, obs_key),
-            [_act_leaf(*leaf) for leaf in flatten(act_spec, act_key)],
+            [
+                _leaf(key, path, spec, acts=False)
+                for key, path, spec in flatten(obs_spec, obs_key)
+                if 0 not in spec.shape
+            ],
+            [_leaf(*found, acts=True) for found in flatten(act_spec, act_key)],
             act_spec,
         )
         self.dm_env = env
@@ -104,56 +107,26 @@ def is_dm_env(env: Any) -> bool:
     return all(callable(getattr(env, name, None)) for name in names)
 
 
-def _obs_leaves(spec: Any, key: str) -> list[Leaf]:
-    leaves = []
-    for name, path, part in flatten(spec, key):
-        if any(size == 0 for size in part.shape):
-            continue
-        dtype = _dtype(name, part)
-        bounds: tuple[Any, Any] = (None, None)
-        if dtype.kind in "iu" and hasattr(part, "minimum"):
-            # Highs are inclusive in specs and exclusive in Space. As Python integers,
-            # since adding 1 may overflow.
-            low, high = (
-                np.asarray(bound).astype(object)
-                for bound in (part.minimum, part.maximum)
-            )
-            bounds = low, np.minimum(high + 1, np.iinfo(dtype).max)
-        leaves.append(Leaf(name, path, Space(dtype, part.shape, *bounds), part))
-    return leaves
-
-
-def _act_leaf(key: str, path: Path, spec: Any) -> Leaf:
-    dtype, shape = _dtype(key, spec), spec.shape
-    low, high = getattr(spec, "minimum", None), getattr(spec, "maximum", None)
-    if dtype.kind == "b":
-        return Leaf(key, path, Space(np.int32, shape, 0, 2), spec, plain=True)
-    if dtype.kind == "f":
-        return Leaf(key, path, Space(dtype, shape, low, high), spec)
-    if low is None or high is None:
+def _leaf(key: str, path: Path, spec: Any, acts: bool) -> Leaf:
+    dtype = np.dtype(spec.dtype)
+    if dtype.kind not in "biuf":
         raise UnsupportedSpace(
-            f"Expected integer actions {key!r} to have bounds, got {spec}. "
-            "Use dm_env.specs.BoundedArray or DiscreteArray."
+            f"Expected a numeric spec at {key!r}, got {spec}. "
+            "Leave it out of the environment's specs."
         )
-    low = np.broadcast_to(np.asarray(low).astype(np.int64), shape)
-    classes = np.broadcast_to(high, shape).astype(np.int64) - low + 1
-    space = Space(np.int32, shape, 0, classes)
-    start = low if low.any() else None
-    return Leaf(key, path, space, spec, start, plain=True)
+    low, high = getattr(spec, "minimum", None), getattr(spec, "maximum", None)
+    if dtype.kind in "iu" and (low is None or high is None):
+        if acts:
+            raise UnsupportedSpace(
+                f"Expected integer actions {key!r} to have bounds, got {spec}. "
+                "Use dm_env.specs.BoundedArray or DiscreteArray."
+            )
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    return array_leaf(key, path, spec, low, high, acts, plain=True)
 
 
 def _is_image(spec: Any) -> bool:
     return len(getattr(spec, "shape", ())) == 3 and spec.dtype == np.uint8
-
-
-def _dtype(name: str, spec: Any) -> np.dtype:
-    dtype = np.dtype(spec.dtype)
-    if dtype.kind not in "biuf":
-        raise UnsupportedSpace(
-            f"Expected a numeric spec at {name!r}, got {spec}. "
-            "Leave it out of the environment's specs."
-        )
-    return dtype
 
 
 def _make(name: str, seed: int, kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,14 @@ import numpy as np
 from gymnasium import spaces
 
 from embodied.base import Spaces
-from embodied.envs.flattening import Flattened, Leaf, Path, flatten
+from embodied.envs.flattening import (
+    Flattened,
+    Leaf,
+    Path,
+    array_leaf,
+    class_space,
+    flatten,
+)
 from embodied.envs.keys import (
     WORD_CLASSES,
     WORDS,
@@ -198,17 +205,17 @@ def _words(texts: np.ndarray) -> np.ndarray:
 def _leaf(key: str, path: Path, space: gymnasium.Space, acts: bool) -> Leaf:
     try:
         if isinstance(space, spaces.Discrete):
-            classes = _classes(int(space.n))
+            classes = class_space(int(space.n))
             start = int(space.start) or None
             return Leaf(key, path, classes, space, start, plain=True)
         if isinstance(space, spaces.MultiDiscrete):
-            classes = _classes(space.nvec)
+            classes = class_space(space.nvec)
             starts = space.start.astype(np.int64) if np.any(space.start) else None
             return Leaf(key, path, classes, space, starts)
         if isinstance(space, spaces.MultiBinary):
             return Leaf(key, path, Space(np.int32, space.shape, 0, 2), space)
         if isinstance(space, spaces.Box):
-            return _box_leaf(key, path, space, acts)
+            return array_leaf(key, path, space, space.low, space.high, acts)
     except ValueError as error:
         raise UnsupportedSpace(f"Gymnasium space {space} at {key!r}: {error}") from None
     raise UnsupportedSpace(
@@ -216,31 +223,3 @@ def _leaf(key: str, path: Path, space: gymnasium.Space, acts: bool) -> Leaf:
         f"{key!r}, got {space}, whose values have no fixed shape. Convert it with a "
         "gymnasium.ObservationWrapper or ActionWrapper."
     )
-
-
-def _box_leaf(key: str, path: Path, space: spaces.Box, acts: bool) -> Leaf:
-    dtype = np.dtype(space.dtype)
-    if dtype.kind == "f":
-        bounds = (space.low, space.high) if acts else (None, None)
-        return Leaf(key, path, Space(dtype, space.shape, *bounds), space)
-    if dtype.kind == "b":
-        return Leaf(key, path, Space(dtype, space.shape), space)
-    wide = np.uint64 if dtype == np.uint64 else np.int64
-    low, high = space.low.astype(wide), space.high.astype(wide)
-    spread = high.astype(object) - low.astype(object)
-    # Actions are classes, and an observation of -1 would mean that it is missing.
-    shift = np.any(low) and (acts or dtype.kind == "i")
-    if shift and np.all(spread < np.iinfo(np.int32).max):
-        return Leaf(key, path, _classes(spread + 1), space, low.astype(np.int64))
-    # Highs are inclusive in Gymnasium and exclusive in Space, where a 64-bit maximum
-    # admits itself.
-    high = np.minimum(high, np.iinfo(wide).max - 1) + wide(1)
-    return Leaf(key, path, Space(dtype, space.shape, low, high), space)
-
-
-def _classes(number: int | np.ndarray) -> Space:
-    """Returns the space of integers from 0 to below `number`, per element."""
-    number = np.asarray(number).astype(np.int64)
-    if np.any(number > np.iinfo(np.int32).max):
-        raise ValueError(f"expected classes that fit int32, got {number.max()}.")
-    return Space(np.int32, number.shape, 0, number)
