@@ -37,6 +37,7 @@ class Leaf:
         each; None for 0.
       convert: converts values [..., *shape] of the environment to values of `space`;
         None where no more than the shape, the dtype and `start` differ.
+      kinds: kinds of dtypes that the environment's values may have.
       plain: whether a single action is a number, by which environments may look things
         up, and not an array of shape ().
     """
@@ -47,6 +48,7 @@ class Leaf:
     source: Any
     start: int | np.ndarray | None = None
     convert: Callable[[np.ndarray], np.ndarray] | None = None
+    kinds: str = "biuf"
     plain: bool = False
 
     def encode(self, nested: Any) -> np.ndarray:
@@ -58,22 +60,20 @@ class Leaf:
         array = np.array(self._find(nested))
         shape = self.source.shape or ()
         dims = array.ndim - len(shape)
-        kinds = "biuf" if self.start is None else "biu"
-        if np.dtype(self.source.dtype).kind == "U":
-            kinds = "US"
-        if array.dtype.kind not in kinds or array.shape[dims:] != shape:
+        if array.dtype.kind not in self.kinds or array.shape[dims:] != shape:
             return array
         if self.convert is not None:
             return self.convert(array)
-        if self.start is not None:
-            array = array.astype(np.int64) - self.start
-        if array.dtype != self.space.dtype:
+        value = array if self.start is None else array - self.start
+        if value.dtype != self.space.dtype:
             with np.errstate(over="ignore", invalid="ignore"):
-                cast = array.astype(self.space.dtype)
-            if self.space.discrete and not np.array_equal(cast, array):
+                cast = value.astype(self.space.dtype)
+            if self.space.discrete and not np.array_equal(cast, value):
                 return array
-            array = cast
-        return array.reshape((*array.shape[:dims], *self.space.shape))
+            value = cast
+        if shape != self.space.shape:
+            value = value.reshape((*value.shape[:dims], *self.space.shape))
+        return value
 
     def decode(self, value: Array) -> Any:
         """Converts a value of `space` to one of the environment."""

@@ -12,8 +12,8 @@ import gymnasium
 from gymnasium import spaces
 
 from embodied.base import Array, Env
-from embodied.envs.gym_spaces import GymAdapter, check_info
-from embodied.envs.keys import UnusableEnv, signals
+from embodied.envs.gym_spaces import GymAdapter
+from embodied.envs.keys import UnusableEnv
 from embodied.envs.registry import MissingExtra, UnknownTask
 
 # Packages that register ids when they are imported: prefix, package, extra.
@@ -112,12 +112,12 @@ class FromGym(GymAdapter, Env):
             obs, info = self._check(_RESET, self.gym_env.reset(seed=self._seed))
             self._seed = None
             self._done = False
-            return self._observe(obs, info, is_first=True)
+            return self._observe(obs, info, 0.0, True, False, False)
         obs, reward, terminated, truncated, info = self._check(
             _STEP, self.gym_env.step(self._decode(action))
         )
         self._done = bool(terminated or truncated)
-        return self._observe(obs, info, reward, is_terminal=bool(terminated))
+        return self._observe(obs, info, reward, False, self._done, bool(terminated))
 
     def render(self) -> Any:
         """Draws the scene in the environment's render mode."""
@@ -136,23 +136,6 @@ class FromGym(GymAdapter, Env):
             f"Env {self.name}: expected {method} to return a tuple of {len(names)} "
             f"values ({', '.join(names)}), as Gymnasium's API has it, got {got}.{hint}"
         )
-
-    def _observe(
-        self,
-        obs: Any,
-        info: dict[str, Any],
-        reward: Any = 0.0,
-        is_first: bool = False,
-        is_terminal: bool = False,
-    ) -> dict[str, Array]:
-        return {
-            **self._encode(obs),
-            **{
-                f"log/{key}": check_info(key, info.get(key, 0.0))
-                for key in self._info_keys
-            },
-            **signals(reward, is_first, self._done, is_terminal),
-        }
 
 
 def _check_reset(name: str, env: gymnasium.Env) -> None:

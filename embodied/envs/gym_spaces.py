@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from embodied.base import Spaces
+from embodied.base import Array, Spaces
 from embodied.envs.flattening import (
     Flattened,
     Leaf,
@@ -25,6 +25,7 @@ from embodied.envs.keys import (
     UnsupportedSpace,
     UnusableEnv,
     hash_words,
+    signals,
 )
 from embodied.images import resize_image
 from embodied.space import Space
@@ -77,9 +78,25 @@ class GymAdapter(Flattened):
         logs = {f"log/{key}": Space(np.float32) for key in self._info_keys}
         return {**super().obs_space, **logs}
 
+    def _observe(
+        self,
+        obs: Any,
+        info: Mapping[str, Any],
+        reward: Any,
+        first: Any,
+        last: Any,
+        terminal: Any,
+    ) -> dict[str, Array]:
+        """Converts what a step has returned for one environment, or for each."""
+        logs = {
+            f"log/{key}": _info_number(key, info.get(key, np.zeros(np.shape(first))))
+            for key in self._info_keys
+        }
+        encoded = self._encode(obs)
+        return {**encoded, **logs, **signals(reward, first, last, terminal)}
 
-def check_info(key: str, value: Any) -> np.float32:
-    """Returns a value of `info` as a number to log."""
+
+def _info_number(key: str, value: Any) -> Array:
     try:
         return np.float32(value)
     except (TypeError, ValueError):
@@ -102,7 +119,7 @@ def obs_leaf(
     """
     if isinstance(space, spaces.Text):
         words = Space(np.int32, (WORDS,), 0, WORD_CLASSES)
-        return Leaf(key, path, words, space, convert=_words)
+        return Leaf(key, path, words, space, convert=_words, kinds="US")
     layout = image_layout(space)
     if layout is not None:
         height, width, channels = layout.shape

@@ -10,7 +10,7 @@ import numpy as np
 
 from embodied.base import Array, BatchEnv, Env, Spaces
 from embodied.envs.from_gym import make_registered, without_factory_options
-from embodied.envs.gym_spaces import GymAdapter, check_info
+from embodied.envs.gym_spaces import GymAdapter
 from embodied.envs.keys import UnusableEnv
 
 MODES = {"sync": "sync", "async": "async", "own": "vector_entry_point"}
@@ -57,38 +57,17 @@ class VectorGym(GymAdapter, BatchEnv):
             obs, info = self.gym_env.reset(**options)
             self._seed, self._begun = None, True
             self._done = np.zeros(self._rows, bool)
-            first, zeros = np.ones(self._rows, bool), np.zeros(self._rows, np.float32)
-            return self._observe(obs, info, zeros, first, self._done)
+            first, zeros = np.ones(self._rows, bool), np.zeros(self._rows)
+            return self._observe(obs, info, zeros, first, self._done, self._done)
         obs, reward, terminated, truncated, info = self.gym_env.step(
             self._decode(actions)
         )
         first = self._done
         # A step that resets an environment is not part of the episode before.
-        reward = np.where(first, 0, reward).astype(np.float32)
+        reward = np.where(first, 0, reward)
         terminated = np.asarray(terminated, bool) & ~first
         self._done = (terminated | np.asarray(truncated, bool)) & ~first
-        return self._observe(obs, info, reward, first, terminated)
-
-    def _observe(
-        self,
-        obs: Any,
-        info: Mapping[str, Any],
-        reward: np.ndarray,
-        first: np.ndarray,
-        terminal: np.ndarray,
-    ) -> dict[str, Array]:
-        logs = {}
-        for key in self._info_keys:
-            found = info.get(key, np.zeros(self._rows))
-            logs[f"log/{key}"] = np.array([check_info(key, x) for x in found])
-        return {
-            **self._encode(obs),
-            **logs,
-            "reward": reward,
-            "is_first": first,
-            "is_last": self._done,
-            "is_terminal": terminal,
-        }
+        return self._observe(obs, info, reward, first, self._done, terminated)
 
 
 class SingleEnv(Env):

@@ -37,12 +37,9 @@ class UnsupportedSpace(TaskError, TypeError):
 
 
 def signals(
-    reward: Any,
-    is_first: bool = False,
-    is_last: bool = False,
-    is_terminal: bool = False,
+    reward: Any, is_first: Any = False, is_last: Any = False, is_terminal: Any = False
 ) -> dict[str, Array]:
-    """Returns the part of an observation whose spaces are `SIGNALS`."""
+    """Returns the part of observations [...] whose spaces are `SIGNALS`."""
     return {
         "reward": np.float32(reward),
         "is_first": np.bool_(is_first),
