@@ -42,14 +42,12 @@ class Place:
     """Where an actor is.
 
     Attributes:
-      node: Ray's id of the node.
       host: name of the machine.
       address: IP address of the node.
       ports: free ports of the node, for the servers of a head.
       sees_keys: whether the node sees the run's key file, and thus the run's logdir.
     """
 
-    node: str
     host: str
     address: str
     ports: tuple[int, ...]
@@ -108,7 +106,6 @@ class BundleActor:
 
         address = ray.util.get_node_ip_address()
         return Place(
-            node=ray.get_runtime_context().get_node_id(),
             host=socket.gethostname(),
             address=address,
             ports=free_ports(address, ports),

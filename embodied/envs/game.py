@@ -33,8 +33,9 @@ class Game(Env):
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
         """Plays one action, or starts an episode."""
         if self._done or action["reset"]:
+            obs = self._start()
             self._done = False
-            return {**self._start(), **signals(0.0, is_first=True)}
+            return {**obs, **signals(0.0, is_first=True)}
         obs, reward, self._done, terminal = self._play(int(action["action"]))
         return {**obs, **signals(reward, False, self._done, terminal)}
 

@@ -101,17 +101,6 @@ class PinPad(Game):
         self._count = 0
 
     @property
-    def order(self) -> tuple[tuple[int, int], ...]:
-        """Middle cells (row, column) of the pads, in the right order."""
-        half = PAD // 2
-        return tuple((row + half, column + half) for row, column in self._places)
-
-    @property
-    def agent(self) -> tuple[int, int]:
-        """The agent's cell (row, column)."""
-        return self._agent
-
-    @property
     def obs_space(self) -> Spaces:
         """An image."""
         height, width = self._scale

@@ -24,7 +24,7 @@ GANG = [f"replica {replica}, {name}" for replica in (0, 1) for name in (FIRST, S
 
 
 def place(address="10.0.0.1", sees=True):
-    return Place("id", "machine", address, (21001, 21002, 21003, 21004), sees)
+    return Place("machine", address, (21001, 21002, 21003, 21004), sees)
 
 
 class Run:
