@@ -375,31 +375,31 @@ def _defaults() -> dict[str, Any]:
 def _checked_live(found: dict[str, Any]) -> dict[str, Any]:
     """Returns the content of a `live.json` with every value in its expected type."""
 
+    def part(name: str, kind: Any) -> Any:
+        value = found.get(name)
+        return value if isinstance(value, kind) else kind()
+
     def numbers(value: Any) -> dict[str, float]:
         given = value if isinstance(value, dict) else {}
         return {k: v for k, v in given.items() if isinstance(v, int | float)}
 
-    scores, hosts, hops = (found.get(key) for key in ("scores", "hosts", "hops"))
     return {
         **{k: _number(found.get(k)) for k in ("time", "step", "episodes", "reported")},
         **{k: str(found.get(k) or "") for k in ("state", "host", "bottleneck")},
-        "pid": found["pid"] if isinstance(found.get("pid"), int) else 0,
+        "pid": part("pid", int),
         "rates": numbers(found.get("rates")),
         "metrics": numbers(found.get("metrics")),
-        "hops": {
-            name: numbers(hop)
-            for name, hop in (hops if isinstance(hops, dict) else {}).items()
-        },
+        "hops": {name: numbers(hop) for name, hop in part("hops", dict).items()},
         "scores": [
             point
-            for point in (scores if isinstance(scores, list) else [])
+            for point in part("scores", list)
             if isinstance(point, list)
             and len(point) == 2
             and all(isinstance(value, int | float) for value in point)
         ],
         "hosts": {
             name: {"roles": dict(host["roles"])}
-            for name, host in (hosts if isinstance(hosts, dict) else {}).items()
+            for name, host in part("hosts", dict).items()
             if isinstance(host, dict)
             and isinstance(host.get("roles"), dict)
             and all(isinstance(told, dict) for told in host["roles"].values())
