@@ -354,7 +354,7 @@ class ActionConverter:
 
 
 def _shifted_leaves(inner: Spaces, outer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the `Leaf` of each discrete action that does not begin at 0."""
+    """Returns the `SpaceLeaf` of each discrete action that does not begin at 0."""
     import gymnasium
 
     from embodied.envs.gym_spaces import act_leaf

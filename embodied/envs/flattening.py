@@ -25,7 +25,7 @@ Path = tuple[Any, ...]  # Keys and indices that lead to an element of a nested v
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class SpaceLeaf:
     """One array among the elements of a nested space or spec.
 
     Attributes:
@@ -111,8 +111,8 @@ class Flattened:
         self,
         env: Any,
         name: str,
-        obs_leaves: Sequence[Leaf],
-        act_leaves: Sequence[Leaf],
+        obs_leaves: Sequence[SpaceLeaf],
+        act_leaves: Sequence[SpaceLeaf],
         act_space: Any,
     ):
         _check_keys(name, obs_leaves, act_leaves)
@@ -157,24 +157,24 @@ def array_leaf(
     high: Any,
     acts: bool,
     plain: bool = False,
-) -> Leaf:
+) -> SpaceLeaf:
     """Makes the leaf of an array of numbers.
 
     Args:
-      key: see `Leaf`, as for `path` and `source`.
+      key: see `SpaceLeaf`, as for `path` and `source`.
       path: as there.
       source: as there.
       low: lowest values; of floats, None if they have no bounds.
       high: highest values, inclusive.
       acts: whether it is an action.
-      plain: see `Leaf`.
+      plain: see `SpaceLeaf`.
     """
     dtype, shape = np.dtype(source.dtype), source.shape
     if dtype.kind == "f":
         bounds = (low, high) if acts else (None, None)
-        return Leaf(key, path, Space(dtype, shape, *bounds), source)
+        return SpaceLeaf(key, path, Space(dtype, shape, *bounds), source)
     if dtype.kind == "b":
-        return Leaf(key, path, Space(dtype, shape), source, plain=plain)
+        return SpaceLeaf(key, path, Space(dtype, shape), source, plain=plain)
     wide = np.uint64 if dtype == np.uint64 else np.int64
     low, high = (np.broadcast_to(x, shape).astype(wide) for x in (low, high))
     spread = high.astype(object) - low.astype(object)
@@ -182,11 +182,11 @@ def array_leaf(
     shift = np.any(low) and (acts or dtype.kind == "i")
     if shift and np.all(spread < np.iinfo(np.int32).max):
         start = low.astype(np.int64)
-        return Leaf(key, path, class_space(spread + 1), source, start, plain=plain)
+        return SpaceLeaf(key, path, class_space(spread + 1), source, start, plain=plain)
     # Highs are inclusive here and exclusive in Space, where a 64-bit maximum admits
     # itself.
     high = np.minimum(high, np.iinfo(wide).max - 1) + wide(1)
-    return Leaf(key, path, Space(dtype, shape, low, high), source, plain=plain)
+    return SpaceLeaf(key, path, Space(dtype, shape, low, high), source, plain=plain)
 
 
 def class_space(number: Any) -> Space:
@@ -231,7 +231,7 @@ def _unflatten(space: Any, values: Iterator[Any]) -> Any:
 
 
 def _check_keys(
-    name: str, obs_leaves: Iterable[Leaf], act_leaves: Iterable[Leaf]
+    name: str, obs_leaves: Iterable[SpaceLeaf], act_leaves: Iterable[SpaceLeaf]
 ) -> None:
     """Raises UnsupportedSpace unless all keys are free and unique."""
     taken: set[str] = set()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from embodied.base import Array, Env
-from embodied.envs.flattening import Flattened, Leaf, Path, array_leaf, flatten
+from embodied.envs.flattening import Flattened, Path, SpaceLeaf, array_leaf, flatten
 from embodied.envs.keys import UnsupportedSpace, check_at_least, signals
 from embodied.envs.registry import UnknownTask, find_factory
 
@@ -107,7 +107,7 @@ def is_dm_env(env: Any) -> bool:
     return all(callable(getattr(env, name, None)) for name in names)
 
 
-def _leaf(key: str, path: Path, spec: Any, acts: bool) -> Leaf:
+def _leaf(key: str, path: Path, spec: Any, acts: bool) -> SpaceLeaf:
     dtype = np.dtype(spec.dtype)
     if dtype.kind not in "biuf":
         raise UnsupportedSpace(

@@ -13,8 +13,8 @@ from gymnasium import spaces
 from embodied.base import Array, Spaces
 from embodied.envs.flattening import (
     Flattened,
-    Leaf,
     Path,
+    SpaceLeaf,
     array_leaf,
     class_space,
     flatten,
@@ -108,7 +108,7 @@ def _info_number(key: str, value: Any) -> Array:
 
 def obs_leaf(
     key: str, path: Path, space: gymnasium.Space, size: tuple[int, int]
-) -> Leaf:
+) -> SpaceLeaf:
     """Makes the leaf of an observation.
 
     Args:
@@ -119,14 +119,14 @@ def obs_leaf(
     """
     if isinstance(space, spaces.Text):
         words = Space(np.int32, (WORDS,), 0, WORD_CLASSES)
-        return Leaf(key, path, words, space, convert=_words, kinds="US")
+        return SpaceLeaf(key, path, words, space, convert=_words, kinds="US")
     layout = image_layout(space)
     if layout is not None:
         height, width, channels = layout.shape
         size = size if all(size) else (height, width)
         image = Space(np.uint8, (*size, channels))
         resized = dataclasses.replace(layout, size=size)
-        return Leaf(key, path, image, space, convert=resized)
+        return SpaceLeaf(key, path, image, space, convert=resized)
     leaf = _leaf(key, path, space, acts=False)
     dtype, shape = leaf.space.dtype, leaf.space.shape
     low, high = np.asarray(leaf.space.low), np.asarray(leaf.space.high)
@@ -139,7 +139,7 @@ def obs_leaf(
     return dataclasses.replace(leaf, space=Space(dtype, low.shape, low, high))
 
 
-def act_leaf(key: str, path: Path, space: gymnasium.Space) -> Leaf:
+def act_leaf(key: str, path: Path, space: gymnasium.Space) -> SpaceLeaf:
     """Makes the leaf of an action."""
     return _leaf(key, path, space, acts=True)
 
@@ -219,18 +219,18 @@ def _words(texts: np.ndarray) -> np.ndarray:
     return np.stack([hash_words(text) for text in texts])
 
 
-def _leaf(key: str, path: Path, space: gymnasium.Space, acts: bool) -> Leaf:
+def _leaf(key: str, path: Path, space: gymnasium.Space, acts: bool) -> SpaceLeaf:
     try:
         if isinstance(space, spaces.Discrete):
             classes = class_space(int(space.n))
             start = int(space.start) or None
-            return Leaf(key, path, classes, space, start, plain=True)
+            return SpaceLeaf(key, path, classes, space, start, plain=True)
         if isinstance(space, spaces.MultiDiscrete):
             classes = class_space(space.nvec)
             starts = space.start.astype(np.int64) if np.any(space.start) else None
-            return Leaf(key, path, classes, space, starts)
+            return SpaceLeaf(key, path, classes, space, starts)
         if isinstance(space, spaces.MultiBinary):
-            return Leaf(key, path, Space(np.int32, space.shape, 0, 2), space)
+            return SpaceLeaf(key, path, Space(np.int32, space.shape, 0, 2), space)
         if isinstance(space, spaces.Box):
             return array_leaf(key, path, space, space.low, space.high, acts)
     except ValueError as error:
