@@ -1,26 +1,31 @@
 """The Ray actor of a bundle: runs its program on the node that Ray has chosen.
 
 In a worker process of Ray. The program's output goes to the log file of this worker;
-Ray's dashboard and the driver show it under the name of the bundle.
+Ray's dashboard and the driver show it under the name of the bundle. Each start of a
+program is a child process, because it has its own signals, roles and perhaps an
+accelerator. It always ends with the actor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import json
 import os
+import pathlib
 import random
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import elements
 import psutil
 
-from dreamerv3.cluster.bundle_programs import BundleProgram, read_problems, run_bundle
-from dreamerv3.cluster.run_keys import digest, private_keyfile
+from dreamerv3.cluster.run_keys import digest, private_keyfile, remove_keyfiles
 from embodied.rpc import Keys
 from embodied.workers import Process
 
@@ -29,20 +34,20 @@ THREADS = 4  # Of an actor: one runs the program while another one stops it.
 PORTS = range(20000, 32000)
 METRICS_SECONDS = 10.0
 
+BundleProgram = Callable[[elements.Config, Mapping[str, Any]], None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where an actor is.
 
     Attributes:
-      node: Ray's id of the node.
       host: name of the machine.
       address: IP address of the node.
       ports: free ports of the node, for the servers of a head.
       sees_keys: whether the node sees the run's key file, and thus the run's logdir.
     """
 
-    node: str
     host: str
     address: str
     ports: tuple[int, ...]
@@ -101,7 +106,6 @@ class BundleActor:
 
         address = ray.util.get_node_ip_address()
         return Place(
-            node=ray.get_runtime_context().get_node_id(),
             host=socket.gethostname(),
             address=address,
             ports=free_ports(address, ports),
@@ -210,3 +214,69 @@ def _make_gauges() -> list[Any]:
         Gauge("dreamerv3_cores", "Cores that a bundle uses.", ("bundle",)),
         Gauge("dreamerv3_memory_bytes", "Memory that a bundle uses.", ("bundle",)),
     ]
+
+
+def run_head(
+    config: elements.Config, host: Mapping[str, Any], patience: float = 0.0
+) -> None:
+    """Runs agent, replay and logger of a run, or of one of its replicas.
+
+    Args:
+      config: of the run.
+      host: keys of its `run` block that hold for this start.
+      patience: seconds for which a lost head may still hold the lock of the logdir.
+    """
+    from dreamerv3.cli.logdir import wait_until_free
+    from dreamerv3.cli.scripts import SCRIPTS
+
+    logdir = pathlib.Path(config.logdir)
+    owns = config.replica == 0
+    if owns:
+        wait_until_free(logdir, patience)
+    SCRIPTS["parallel"](config, host=host)
+    if owns:
+        remove_keyfiles(logdir)  # Also those of runs that were killed.
+
+
+def run_env_bundle(config: elements.Config, host: Mapping[str, Any]) -> None:
+    """Runs the environments of a bundle; the arguments are those of `run_head`."""
+    from dreamerv3.cli.scripts import SCRIPTS
+
+    flags = {f"run.{key}": value for key, value in host.items()}
+    SCRIPTS["parallel_envs"](config.update({"script": "parallel_envs", **flags}))
+
+
+def run_bundle(
+    program: BundleProgram,
+    config: elements.Config,
+    host: Mapping[str, Any],
+    report: int,
+) -> None:
+    """Runs a program and ends the process with its exit code.
+
+    Args:
+      program: of the bundle.
+      config: of the run.
+      host: keys of its `run` block that hold for this start.
+      report: descriptor of a file for the lines that are printed about a failure.
+    """
+    from dreamerv3.main import exit_code, run_script
+
+    def write(problems: Sequence[str]) -> None:
+        os.write(report, json.dumps(list(problems)).encode())
+
+    script = functools.partial(program, config, host)
+    try:
+        code = exit_code(functools.partial(run_script, config, script), write)
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def read_problems(report: int) -> list[str]:
+    """Returns the lines about a failure that `run_bundle` has written."""
+    content = os.pread(report, os.fstat(report).st_size, 0)
+    try:
+        return json.loads(content or b"[]")
+    except ValueError:  # The program was killed while it wrote them.
+        return []

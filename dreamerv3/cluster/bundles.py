@@ -1,4 +1,4 @@
-"""Bundles of a run: which environments and resources go together. Driver.
+"""Bundles of a run: what goes together, and what becomes of it. Driver.
 
 A bundle is the part of a run that one node holds as a whole. There is one head bundle
 for each replica, with agent, replay and logger; each env bundle has some environments
@@ -8,11 +8,15 @@ of a replica.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import elements
 
 from dreamerv3.cli.config import ConfigError
+from dreamerv3.cluster.bundle_actor import Place
+from embodied.workers import RestartPolicy
 
 AUTO = ("auto",)
 HEAD_CORES = 3.0  # One each for agent, replay and logger.
@@ -40,8 +44,8 @@ class EnvBundle:
     envs: int
     eval_envs: int
     resources: Resources
-    replica: int = 0
-    prefix: str = ""
+    replica: int
+    prefix: str
 
     @property
     def name(self) -> str:
@@ -60,6 +64,63 @@ class EnvBundle:
         }
 
 
+class Bundle:
+    """A bundle and its actor, which is made again when it is lost.
+
+    Attributes:
+      name: of the bundle.
+      resources: needed by the bundle.
+      policy: how often it may be lost.
+      actor: handle of the actor; None while there is none.
+      actors: how many actors were made so far.
+      place: where the actor is; None until Ray has placed it.
+      number: of the last start of its program.
+      told: number of the last start that was told to stop.
+      running: whether start `number` is running.
+      began: when the actor was made or, later, its program started.
+    """
+
+    def __init__(self, name: str, resources: Resources, restarts: int):
+        self.name = name
+        self.resources = resources
+        self.policy = RestartPolicy(restarts)
+        self.actor: Any = None
+        self.actors = 0
+        self.place: Place | None = None
+        self.number = 0
+        self.told = 0
+        self.running = False
+        self.began = time.monotonic()
+        self._losses: list[float] = []
+        self._in_a_row = 0
+
+    @property
+    def title(self) -> str:
+        """The name, capitalised to begin a message."""
+        return self.name.capitalize()
+
+    def limit_message(self, key: str) -> str:
+        """Returns the message for a bundle that was lost more often than `key` allows.
+
+        Args:
+          key: configuration key with the number of restarts.
+        """
+        return (
+            f"{self.title}: lost more than {self.policy.restarts} times within "
+            f"{self.policy.window:g} s (--{key})."
+        )
+
+    def delay(self) -> float | None:
+        """Counts a loss; returns the seconds until the next start, None to give up."""
+        now, policy = time.monotonic(), self.policy
+        self._losses = [x for x in self._losses if now - x < policy.window] + [now]
+        if len(self._losses) > policy.restarts:
+            return None
+        steady = now - self.began >= policy.steady
+        self._in_a_row = 1 if steady else self._in_a_row + 1
+        return policy.delay(self._in_a_row)
+
+
 def head_names(config: elements.Config) -> list[str]:
     """Returns the names of the head bundles, one for each replica."""
     if config.replicas == 1:
@@ -69,16 +130,15 @@ def head_names(config: elements.Config) -> list[str]:
 
 def make_env_bundles(config: elements.Config) -> list[EnvBundle]:
     """Returns the env bundles of all replicas, each of which has `run.envs`."""
-    if config.replicas == 1:
-        return _split_envs(config)
+    several = config.replicas > 1
     return [
-        dataclasses.replace(bundle, replica=replica, prefix=f"replica {replica}, ")
+        bundle
         for replica in range(config.replicas)
-        for bundle in _split_envs(config)
+        for bundle in _split_envs(config, replica, f"replica {replica}, " * several)
     ]
 
 
-def _split_envs(config: elements.Config) -> list[EnvBundle]:
+def _split_envs(config: elements.Config, replica: int, prefix: str) -> list[EnvBundle]:
     """Distributes the environments of a replica over as few bundles as possible.
 
     Every bundle has at least one training environment, which its program needs, and its
@@ -99,7 +159,8 @@ def _split_envs(config: elements.Config) -> list[EnvBundle]:
         evaluate = eval_envs // count + (count - index <= eval_envs % count)
         total = train + evaluate
         resources = {name: total * amount for name, amount in each.items()}
-        bundles.append(EnvBundle(offset, train, evaluate, resources))
+        bundle = EnvBundle(offset, train, evaluate, resources, replica, prefix)
+        bundles.append(bundle)
         offset += total
     return bundles
 
@@ -132,24 +193,20 @@ def parse_resources(pairs: Iterable[str]) -> Resources:
     return found
 
 
-def check_room(
-    needed: Resources, nodes: Iterable[Mapping[str, float]], key: str, what: str
-) -> None:
-    """Raises ConfigError if no node could hold a bundle, even an empty one.
+def check_room(needed: Resources, nodes: Iterable[Mapping[str, float]]) -> None:
+    """Raises ConfigError if no node could hold the head, even an empty one.
 
     Args:
-      needed: resources of the bundle.
+      needed: resources of the head.
       nodes: all resources of each node.
-      key: configuration key that sets `needed`.
-      what: the name of the bundle.
     """
     nodes = list(nodes)
     if not any(fits(needed, node) for node in nodes):
         best = "; ".join(sorted({show_resources(node) for node in nodes}))
         raise ConfigError(
-            f"{key}: expected a node with room for the {what} "
+            "ray.head_resources: expected a node with room for the head "
             f"({show_resources(needed)}), got nodes with {best or 'nothing'}. Name "
-            f"what a node has: --{key} CPU=1."
+            "what a node has: --ray.head_resources CPU=1."
         )
 
 
@@ -174,3 +231,16 @@ def actor_options(resources: Resources) -> dict[str, object]:
     rest = dict(resources)
     cpus, gpus = rest.pop("CPU", 0.0), rest.pop("GPU", 0.0)
     return {"num_cpus": cpus, "num_gpus": gpus, "resources": rest}
+
+
+def explain_loss(reason: Any) -> str:
+    """Returns the part of a Ray error that a person needs.
+
+    Args:
+      reason: an error, or a text that explains the loss already.
+    """
+    if type(reason).__name__ == "ActorUnavailableError":
+        return "its node or its process cannot be reached"
+    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
+    # The last line has the cause, the others tell where it was noticed.
+    return lines[-1].rstrip(".")[:500] if lines else type(reason).__name__

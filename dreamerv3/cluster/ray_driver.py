@@ -30,18 +30,25 @@ from dreamerv3.cli.factories import check_outputs
 from dreamerv3.cli.logdir import check_logdir
 from dreamerv3.cli.scripts import RunError
 from dreamerv3.cluster import ray_session
-from dreamerv3.cluster.bundle_actor import THREADS, BundleActor, Outcome, Place
-from dreamerv3.cluster.bundle_programs import run_env_bundle, run_head
+from dreamerv3.cluster.bundle_actor import (
+    THREADS,
+    BundleActor,
+    Outcome,
+    Place,
+    run_env_bundle,
+    run_head,
+)
 from dreamerv3.cluster.bundles import (
+    Bundle,
     EnvBundle,
     Resources,
     actor_options,
+    explain_loss,
     head_names,
     head_resources,
     make_env_bundles,
     show_resources,
 )
-from dreamerv3.cluster.placed_bundle import Bundle, explain_loss
 from dreamerv3.cluster.run_keys import RunKeys, make_keys
 from embodied.run.console import SAVING, stop_on_signals
 from embodied.run.parallel.replicas import EXIT_START_AGAIN
@@ -198,21 +205,19 @@ class ClusterRun:
         ).remote(bundle.name)
         bundle.actor, bundle.place, bundle.running = actor, None, False
         bundle.began = time.monotonic()
-        self._after(ROOM_SECONDS, functools.partial(self._log_waiting, actor))
+        self._after(ROOM_SECONDS, functools.partial(self._log_waiting, bundle, actor))
         return actor
 
-    def _log_waiting(self, actor: Any) -> None:
-        """Logs which bundle has waited for room ever since `actor` was made."""
-        for bundle in (*self._heads, *self._envs):
-            if bundle.actor is actor and bundle.place is None and not self._stopping:
-                acting = sum(x.envs for b, x in self._envs.items() if b.running)
-                total = sum(x.envs for x in self._envs.values())
-                log.info(
-                    "%s: waiting for a node with %s. %d of %d training environments "
-                    "have one.",
-                    *(bundle.title, show_resources(bundle.resources)),
-                    *(acting, total),
-                )
+    def _log_waiting(self, bundle: Bundle, actor: Any) -> None:
+        """Logs that a bundle has waited for room ever since `actor` was made."""
+        if bundle.actor is actor and bundle.place is None and not self._stopping:
+            acting = sum(x.envs for b, x in self._envs.items() if b.running)
+            total = sum(x.envs for x in self._envs.values())
+            log.info(
+                "%s: waiting for a node with %s. %d of %d training environments have "
+                "one.",
+                *(bundle.title, show_resources(bundle.resources), acting, total),
+            )
 
     def _drop_actor(self, bundle: Bundle) -> None:
         """Kills and forgets an actor; one that counts as lost may still be running."""
@@ -334,11 +339,9 @@ class ClusterRun:
         head.running = False
         if error is not None:
             self._head_lost(head, error)
-        elif outcome.code == 0:
-            self._head_ended_well(outcome)
-        elif self._stopping and outcome.code == -signal.SIGTERM:
-            # It was stopped before it had begun: there was nothing to save.
-            self._head_ended_well(Outcome(0))
+        elif outcome.code == 0 or (self._stopping and outcome.code == -signal.SIGTERM):
+            # The latter was stopped before it had begun: there was nothing to save.
+            self._end_without_heads()
         elif outcome.code < 0:
             reason = f"its program was killed by signal {-outcome.code}"
             self._head_lost(head, reason)
@@ -349,10 +352,6 @@ class ClusterRun:
             self._after(REASON_SECONDS, again)
         else:
             self._outcome = outcome
-
-    def _head_ended_well(self, outcome: Outcome) -> None:
-        if not any(head.running for head in self._heads):
-            self._outcome = self._failure or outcome
 
     def _left_by_others(self, head: Bundle, actor: Any, reason: str) -> None:
         if head.actor is actor:
@@ -471,6 +470,10 @@ class ClusterRun:
         self._stopping = True
         for head in self._heads:
             self._stop_program(head)
+        self._end_without_heads()
+
+    def _end_without_heads(self) -> None:
+        """Ends the run, unless there is a head that runs."""
         if not any(head.running for head in self._heads):
             self._outcome = self._failure or Outcome(0)
 

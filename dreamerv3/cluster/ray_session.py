@@ -155,8 +155,7 @@ def check_nodes(
                 f"{config.replicas} and one machine. Name the cluster: --ray.address "
                 "HOST:PORT. Several accelerators of one machine: --jax.train_devices."
             )
-        resources = [node["Resources"] for node in nodes.values()]
-        check_room(needed, resources, "ray.head_resources", "head")
+        check_room(needed, [node["Resources"] for node in nodes.values()])
         return
     able = [x for x, node in nodes.items() if fits(needed, node["Resources"])]
     seeing = _nodes_that_see(ray, keys, list(nodes)) if len(nodes) > 1 else set(nodes)

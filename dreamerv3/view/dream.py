@@ -27,12 +27,12 @@ from dreamerv3.view.dream_model import DreamModel, load_model
 from embodied.base import Env, TaskError
 from embodied.checkpoint import CheckpointError
 from embodied.driver import EnvError
+from embodied.envs.keys import SIGNALS
 from embodied.replay.chunkfiles import STEPS, ChunkFolder
 
 PRIORITY = 5  # Added to the nice value, so that the run comes first.
 CONTEXT = 32  # Steps that the model is shown.
 MOST_CONTEXT = 256
-SIGNALS = ("is_first", "is_last", "is_terminal", "reward")
 SHOWN_VECTOR = 64  # How many numbers of a vector are sent.
 IDLE_SECONDS = 600.0  # After which a dream ends that nobody uses.
 MOST_FILE = 1 << 30  # Bytes of memory that a file of the replay may need.
@@ -244,7 +244,7 @@ class Dream:
         for index in range(count):
             taken = self._model.clipped(action)
             obs = env.step({**taken, "reset": np.bool_(index == 0)})
-            step = {**{key: obs[key] for key in self._model.keys}, **_signals(obs)}
+            step = self._seen(obs)
             latent = self._model.observe(latent, {**step, **self._model.no_action()})
             action = self._model.choose(latent)
             latent = self._model.followed(latent, action)
@@ -260,12 +260,15 @@ class Dream:
             return None
         obs = self._env.step({**self._model.clipped(action), "reset": np.bool_(False)})
         self._true_total += float(obs["reward"])
-        truth = {**{key: obs[key] for key in self._model.keys}, **_signals(obs)}
-        if truth["is_last"]:
+        frame = self._seen(obs)
+        if frame["is_last"]:
             # Shown once; the next steps would be of another episode.
-            shown, self._true_total = truth, None
-            return shown
-        return truth
+            self._true_total = None
+        return frame
+
+    def _seen(self, obs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what is needed of an observation, as in the replay."""
+        return {key: obs[key] for key in (*self._model.keys, *SIGNALS)}
 
     def _from_replay(
         self, moment: float, count: int
@@ -334,10 +337,6 @@ def read_moment(
         {key: value[row] for key, value in arrays.items()} for row in range(start, stop)
     ]
     return rows[: end + 1 - start], rows[end + 1 - start :]
-
-
-def _signals(obs: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: obs[key] for key in SIGNALS}
 
 
 def _same(action: Mapping[str, Any], step: Mapping[str, Any]) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import elements
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dreamerv3 import model as networks
@@ -60,9 +59,7 @@ def load_model(logdir: Path, config: elements.Config) -> DreamModel:
     with checkpoint_errors(saved):
         given = {k: v for k, v in saved.data["params"].items() if k in sizes}
         found = choose_arrays(given, sizes, None)
-    dtypes = {name: leaf.dtype for name, leaf in flat_params(shapes).items()}
-    values = {k: jnp.asarray(np.asarray(v), dtypes[k]) for k, v in found.items()}
-    model = with_flat_params(shapes, values)
+    model = with_flat_params(shapes, found)
     return DreamModel(model, obs_space, act_space, saved.step)
 
 

@@ -17,7 +17,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,9 @@ CURVE_POINTS = 60
 EVENT_BYTES = 1 << 22  # Of events.jsonl, from its end.
 LIVE_BYTES = 1 << 22
 SHOWN_EVENTS = 1000
-# Kept in the cache for the list of runs.
-SUMMARY_CACHE_KEYS = {"live", "marks", "head", "summary"}
+ALL_FILES = (LIVE, EVENTS, METRICS, SCORES, FILENAME)
+# Methods whose values are kept for the list of runs.
+SUMMARY_METHODS = {"live", "_marks", "head", "summary"}
 # Keys in which runs of one setting may differ.
 OWN_KEYS = ("logdir", "seed", "replica", "method")
 
@@ -119,29 +120,42 @@ class Runs:
 def _find(root: Path) -> list[Path]:
     """Returns the folders of runs below a folder, without following links."""
     found: list[Path] = []
-    level = [root]
-    for _ in range(DEPTH + 1):
-        below: list[Path] = []
-        for folder in level:
-            try:
-                with os.scandir(folder) as entries:
-                    items = list(entries)
-            except OSError:
-                continue
-            names = {item.name for item in items}
-            if names.intersection(RUN_FILES):
-                found.append(folder)
-            below += [
-                Path(item.path)
-                for item in items
-                if item.is_dir(follow_symlinks=False)
-                and item.name not in SKIPPED
-                and not item.name.startswith(".")
-            ]
-        level = below
-        if len(found) >= MOST_RUNS:
+    for name, below, files in os.walk(root):
+        folder = Path(name)
+        if not {*below, *files}.isdisjoint(RUN_FILES):
+            found.append(folder)
+        if len(found) == MOST_RUNS:
             break
-    return found[:MOST_RUNS]
+        if len(folder.relative_to(root).parts) == DEPTH:
+            below.clear()
+        below[:] = [x for x in below if x not in SKIPPED and not x.startswith(".")]
+    return found
+
+
+def _cached(*names: str, seconds: float = math.inf) -> Callable[[Any], Any]:
+    """Keeps what a method of a run returns, until one of these files changes.
+
+    Args:
+      names: of the files, on which the value depends.
+      seconds: after which it is read again anyway.
+    """
+
+    def decorate(read: Any) -> Any:
+        @functools.wraps(read)
+        def cached(run: RunFolder) -> Any:
+            stamp = (run.stamp(names), time.time() // seconds)
+            with run.lock:
+                found = run.cache.get(read.__name__)
+            if found is not None and found[0] == stamp:
+                return found[1]
+            value = read(run)
+            with run.lock:
+                run.cache[read.__name__] = (stamp, value)
+            return value
+
+        return cached
+
+    return decorate
 
 
 class RunFolder:
@@ -160,8 +174,8 @@ class RunFolder:
         self.metrics = MetricFile(path / METRICS)
         self.scores = MetricFile(path / SCORES)
         self.videos = Videos(path)
-        self._lock = threading.Lock()  # Guards the cache.
-        self._cache: dict[str, tuple[Any, Any]] = {}  # Stamp and value, by name.
+        self.lock = threading.Lock()  # Guards the cache.
+        self.cache: dict[str, tuple[Any, Any]] = {}  # Stamp and value, by method.
 
     @property
     def points(self) -> int:
@@ -173,31 +187,48 @@ class RunFolder:
         self.metrics.forget()
         self.scores.forget()
         self.videos = Videos(self.path)
-        with self._lock:
-            for name in set(self._cache) - SUMMARY_CACHE_KEYS:
-                del self._cache[name]
+        with self.lock:
+            for name in set(self.cache) - SUMMARY_METHODS:
+                del self.cache[name]
 
-    def stamp(self) -> tuple[Any, ...]:
-        """Returns a value that changes whenever a file of the run changes."""
-        names = (LIVE, EVENTS, METRICS, SCORES, FILENAME)
+    def stamp(self, names: Sequence[str] = ALL_FILES) -> tuple[Any, ...]:
+        """Returns a value that changes whenever one of these files changes."""
         return tuple(_stamp(self.path / name) for name in names)
 
+    @_cached(LIVE)
     def live(self) -> dict[str, Any]:
         """Returns the content of `live.json`; empty if there is none."""
-        return self._cached("live", LIVE, self._read_live)
+        found = _read_json(self.path / LIVE)
+        return _checked_live(found) if isinstance(found, dict) else {}
 
+    @_cached(EVENTS)
     def events(self) -> list[dict[str, Any]]:
         """Returns the newest events, the oldest of them first."""
-        return self._cached("events", EVENTS, self._read_events)
+        rows = [row for row in self._event_lines() if row.get("kind") != STEP]
+        return rows[-SHOWN_EVENTS:]
 
+    @_cached(FILENAME)
     def head(self) -> dict[str, Any]:
         """Returns task, seed and setting, without reading the whole configuration."""
-        return self._cached("head", FILENAME, self._read_head)
+        try:
+            text = (self.path / FILENAME).read_text("utf-8", errors="replace")
+        except OSError:
+            return {"task": "", "seed": "", "steps": 0.0, "setting": self.identity}
+        lines = text.splitlines()
+        own = re.compile(rf"({'|'.join(OWN_KEYS)}):")
+        setting = "\n".join(line for line in lines if not own.match(line))
+        steps = re.search(r"^run:\n(?:  .*\n)*?  steps: (\S+)", text, re.MULTILINE)
+        return {
+            "task": _top_key(text, "task"),
+            "seed": _top_key(text, "seed"),
+            "steps": _number(steps.group(1) if steps else 0),
+            "setting": hashlib.sha256(setting.encode()).hexdigest()[:12],
+        }
 
     def state(self) -> str:
         """Returns live, stalled, ended or failed."""
         live, now = self.live(), time.time()
-        last = self._cached("marks", EVENTS, self._read_marks)["last"]
+        last = self._marks()["last"]
         if last.get("kind") == FAILED:
             return "failed"
         if live:
@@ -214,120 +245,11 @@ class RunFolder:
             return "live"
         return "ended"
 
+    @_cached(*ALL_FILES, seconds=LIVE_SECONDS)
     def summary(self) -> dict[str, Any]:
         """Returns what the list of runs shows. Quick, however long the run is."""
-        return self._cached("summary", None, self._summarize)
-
-    def step(self) -> float:
-        """Returns the newest step, as it is logged."""
-        live = _number(self.live().get("step"))
-        tail = sample_file(self.path / SCORES, SCORE, 1)
-        return max(live, tail[-1][0] if tail else 0.0)
-
-    def times(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns steps and the time at which they were reached, [N] float64 each."""
-        ticks = [
-            (event["step"], event["time"])
-            for event in self._cached("ticks", EVENTS, self._read_ticks)
-        ]
-        points = np.array(ticks, np.float64).reshape(-1, 2)
-        # Without those that a later start from a checkpoint has undone.
-        earliest = np.minimum.accumulate(points[::-1, 0])[::-1]
-        kept = points[:, 0] < np.append(earliest[1:], np.inf)
-        return points[kept, 0], points[kept, 1]
-
-    def configuration(self) -> dict[str, Any]:
-        """Returns all values, those that differ from defaults, and the model's size."""
-        return self._cached("config", FILENAME, self._read_configuration)
-
-    def published(self) -> dict[str, Any] | None:
-        """Returns the published curve of the task, over steps as they are logged."""
-        return self._cached("published", FILENAME, self._find_published)
-
-    def latest(self) -> dict[str, Any] | None:
-        """Returns step and score of the newest episode that is known."""
-        points: list[Any] = list(self.live().get("scores", ()))
-        if not points:
-            points = list(sample_file(self.path / SCORES, SCORE, 1))
-        if not points:
-            return None
-        step, score = points[-1]
-        return {"step": step, "score": score}
-
-    def _cached(self, what: str, name: str | None, read: Any) -> Any:
-        """Returns a cached value, which is read again if its file has changed.
-
-        Args:
-          what: name of the value.
-          name: of its file; None if it depends on all files and on the time.
-          read: reads the value.
-        """
-        stamp = _stamp(self.path / name) if name else self._whole_stamp()
-        with self._lock:
-            found = self._cache.get(what)
-        if found is not None and found[0] == stamp:
-            return found[1]
-        value = read()
-        with self._lock:
-            self._cache[what] = (stamp, value)
-        return value
-
-    def _whole_stamp(self) -> Any:
-        return (*self.stamp(), int(time.time() / LIVE_SECONDS))
-
-    def _read_live(self) -> dict[str, Any]:
-        found = _read_json(self.path / LIVE)
-        return _checked_live(found) if isinstance(found, dict) else {}
-
-    def _read_lines(self) -> list[dict[str, Any]]:
-        try:
-            with (self.path / EVENTS).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(max(0, size - EVENT_BYTES))
-                rows = parse_lines(file.read())
-        except OSError:
-            return []
-        return [row for row in rows if isinstance(row.get("time"), int | float)]
-
-    def _read_events(self) -> list[dict[str, Any]]:
-        rows = [row for row in self._read_lines() if row.get("kind") != STEP]
-        return rows[-SHOWN_EVENTS:]
-
-    def _read_marks(self) -> dict[str, Any]:
-        """Returns when the run began, and the last of its starts and ends."""
-        rows = self._read_lines()
-        marks = [row for row in rows if row.get("kind") in (START, END, FAILED)]
-        first = parse_lines(_read_bytes(self.path / EVENTS, LINE).partition(b"\n")[0])
-        begin = _number(first[0].get("time")) if first else 0.0
-        return {"begin": begin, "last": marks[-1] if marks else {}}
-
-    def _read_ticks(self) -> list[dict[str, Any]]:
-        return [
-            row
-            for row in self._read_lines()
-            if row.get("kind") == STEP and isinstance(row.get("step"), int | float)
-        ]
-
-    def _read_head(self) -> dict[str, Any]:
-        try:
-            text = (self.path / FILENAME).read_text("utf-8", errors="replace")
-        except OSError:
-            return {"task": "", "seed": "", "steps": 0.0, "setting": self.identity}
-        lines = text.splitlines()
-        own = re.compile(rf"({'|'.join(OWN_KEYS)}):")
-        setting = "\n".join(line for line in lines if not own.match(line))
-        steps = re.search(r"^run:\n(?:  .*\n)*?  steps: (\S+)", text, re.MULTILINE)
-        return {
-            "task": _top_key(text, "task"),
-            "seed": _top_key(text, "seed"),
-            "steps": _number(steps.group(1) if steps else 0),
-            "setting": hashlib.sha256(setting.encode()).hexdigest()[:12],
-        }
-
-    def _summarize(self) -> dict[str, Any]:
         head, latest = self.head(), self.latest()
-        begin = self._cached("marks", EVENTS, self._read_marks)["begin"]
-        begin = begin or _mtime(self.path / FILENAME)
+        begin = self._marks()["begin"] or _mtime(self.path / FILENAME)
         newest = max(_mtime(self.path / x) for x in (LIVE, METRICS, SCORES))
         curve = sample_file(self.path / SCORES, SCORE, CURVE_POINTS)
         return {
@@ -343,8 +265,30 @@ class RunFolder:
             "rate": self.live().get("rates", {}).get("env", 0.0),
         }
 
-    def _read_configuration(self) -> dict[str, Any]:
-        values = self._cached("values", FILENAME, self._read_values)
+    def step(self) -> float:
+        """Returns the newest step, as it is logged."""
+        live = _number(self.live().get("step"))
+        tail = sample_file(self.path / SCORES, SCORE, 1)
+        return max(live, tail[-1][0] if tail else 0.0)
+
+    @_cached(EVENTS)
+    def times(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns steps and the time at which they were reached, [N] float64 each."""
+        ticks = [
+            (row["step"], row["time"])
+            for row in self._event_lines()
+            if row.get("kind") == STEP and isinstance(row.get("step"), int | float)
+        ]
+        points = np.array(ticks, np.float64).reshape(-1, 2)
+        # Without those that a later start from a checkpoint has undone.
+        earliest = np.minimum.accumulate(points[::-1, 0])[::-1]
+        kept = points[:, 0] < np.append(earliest[1:], np.inf)
+        return points[kept, 0], points[kept, 1]
+
+    @_cached(FILENAME)
+    def configuration(self) -> dict[str, Any]:
+        """Returns all values, those that differ from defaults, and the model's size."""
+        values = self._values()
         if isinstance(values, str):
             return {"error": values, "values": {}, "changed": {}}
         defaults = _defaults()
@@ -356,16 +300,10 @@ class RunFolder:
         shown = {key: _shown(value) for key, value in values.items()}
         return {"values": shown, "changed": changed, "size": model_size(values)}
 
-    def _read_values(self) -> dict[str, Any] | str:
-        """Returns all values, with defaults for missing ones, or an error's text."""
-        try:
-            found = read_config(self.path / FILENAME).flat
-        except ConfigError as error:
-            return " ".join(str(error).split())
-        return {**_defaults(), **found}
-
-    def _find_published(self) -> dict[str, Any] | None:
-        config = self._cached("values", FILENAME, self._read_values)
+    @_cached(FILENAME)
+    def published(self) -> dict[str, Any] | None:
+        """Returns the published curve of the task, over steps as they are logged."""
+        config = self._values()
         if isinstance(config, str):
             return None
         repeat = action_repeat(config)
@@ -378,6 +316,44 @@ class RunFolder:
             "low": np.asarray(found.seeds).min(0).tolist(),
             "high": np.asarray(found.seeds).max(0).tolist(),
         }
+
+    def latest(self) -> dict[str, Any] | None:
+        """Returns step and score of the newest episode that is known."""
+        points: list[Any] = list(self.live().get("scores", ()))
+        if not points:
+            points = list(sample_file(self.path / SCORES, SCORE, 1))
+        if not points:
+            return None
+        step, score = points[-1]
+        return {"step": step, "score": score}
+
+    def _event_lines(self) -> list[dict[str, Any]]:
+        try:
+            with (self.path / EVENTS).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - EVENT_BYTES))
+                rows = parse_lines(file.read())
+        except OSError:
+            return []
+        return [row for row in rows if isinstance(row.get("time"), int | float)]
+
+    @_cached(EVENTS)
+    def _marks(self) -> dict[str, Any]:
+        """Returns when the run began, and the last of its starts and ends."""
+        rows = self._event_lines()
+        marks = [row for row in rows if row.get("kind") in (START, END, FAILED)]
+        first = parse_lines(_read_bytes(self.path / EVENTS, LINE).partition(b"\n")[0])
+        begin = _number(first[0].get("time")) if first else 0.0
+        return {"begin": begin, "last": marks[-1] if marks else {}}
+
+    @_cached(FILENAME)
+    def _values(self) -> dict[str, Any] | str:
+        """Returns all values, with defaults for missing ones, or an error's text."""
+        try:
+            found = read_config(self.path / FILENAME).flat
+        except ConfigError as error:
+            return " ".join(str(error).split())
+        return {**_defaults(), **found}
 
     def _holder_lives(self) -> bool:
         """Returns whether the process that the logdir's lock names is running."""
@@ -396,31 +372,31 @@ def _defaults() -> dict[str, Any]:
 def _checked_live(found: dict[str, Any]) -> dict[str, Any]:
     """Returns the content of a `live.json` with every value in its expected type."""
 
+    def part(name: str, kind: Any) -> Any:
+        value = found.get(name)
+        return value if isinstance(value, kind) else kind()
+
     def numbers(value: Any) -> dict[str, float]:
         given = value if isinstance(value, dict) else {}
         return {k: v for k, v in given.items() if isinstance(v, int | float)}
 
-    scores, hosts, hops = (found.get(key) for key in ("scores", "hosts", "hops"))
     return {
         **{k: _number(found.get(k)) for k in ("time", "step", "episodes", "reported")},
         **{k: str(found.get(k) or "") for k in ("state", "host", "bottleneck")},
-        "pid": found["pid"] if isinstance(found.get("pid"), int) else 0,
+        "pid": part("pid", int),
         "rates": numbers(found.get("rates")),
         "metrics": numbers(found.get("metrics")),
-        "hops": {
-            name: numbers(hop)
-            for name, hop in (hops if isinstance(hops, dict) else {}).items()
-        },
+        "hops": {name: numbers(hop) for name, hop in part("hops", dict).items()},
         "scores": [
             point
-            for point in (scores if isinstance(scores, list) else [])
+            for point in part("scores", list)
             if isinstance(point, list)
             and len(point) == 2
             and all(isinstance(value, int | float) for value in point)
         ],
         "hosts": {
             name: {"roles": dict(host["roles"])}
-            for name, host in (hosts if isinstance(hosts, dict) else {}).items()
+            for name, host in part("hosts", dict).items()
             if isinstance(host, dict)
             and isinstance(host.get("roles"), dict)
             and all(isinstance(told, dict) for told in host["roles"].values())

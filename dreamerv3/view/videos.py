@@ -79,8 +79,8 @@ class Videos:
                 data = file.read(video.length)
         except OSError:
             return None
-        image = _image(data)
-        return (video.kind, image.image.encoded_image_string) if image else None
+        found = _picture(data)
+        return (video.kind, found[1].image.encoded_image_string) if found else None
 
     def still(self, number: int) -> tuple[str, bytes] | None:
         """Returns the first picture of a video as PNG, like `content`."""
@@ -112,9 +112,10 @@ class Videos:
     def _add(self, path: Path, offset: int, data: bytes) -> None:
         if not any(magic in data[:400] for magic in KINDS):
             return
-        event, image = _event(data), _image(data)
-        if image is None or event is None:
+        found = _picture(data)
+        if found is None:
             return
+        event, image = found
         kind = KINDS.get(image.image.encoded_image_string[:4])
         if kind is None:
             return
@@ -141,17 +142,14 @@ class Videos:
         self._found = {video.number: video for video in kept}
 
 
-def _event(data: bytes) -> Any:
+def _picture(data: bytes) -> tuple[Any, Any] | None:
+    """Returns the event of a record and its first value that has an image, if any."""
     from google.protobuf.message import DecodeError
     from tensorboardX.proto.event_pb2 import Event
 
     try:
-        return Event.FromString(data)
+        event = Event.FromString(data)
     except DecodeError:
         return None
-
-
-def _image(data: bytes) -> Any:
-    event = _event(data)
-    values = event.summary.value if event is not None else []
-    return next((value for value in values if value.HasField("image")), None)
+    images = [value for value in event.summary.value if value.HasField("image")]
+    return (event, images[0]) if images else None

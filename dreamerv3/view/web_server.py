@@ -36,6 +36,7 @@ from dreamerv3.suite.curves import running_mean
 from dreamerv3.view.dream_process import DreamError, Dreams
 from dreamerv3.view.runs import SCORE, RunFolder, Runs
 from dreamerv3.view.series import thin
+from embodied.run.live import plain
 
 STATIC = Path(__file__).with_name("static")
 KINDS = {
@@ -158,7 +159,7 @@ class Pages:
 
     def list_runs(self, request: Request) -> Response:
         """Returns all runs."""
-        return _json([run.summary() for run in self._runs.all()])
+        return _json(self._summaries())
 
     def show_run(self, request: Request) -> Response:
         """Returns everything about a run except for its curves."""
@@ -192,7 +193,7 @@ class Pages:
         name = query.get("name", SCORE)
         points = _clamp(query.get("points"), 800, 2, MOST_POINTS)
         window = _clamp(query.get("smooth"), 1, 1, 100_000)
-        low, high = (_float(query.get(key)) for key in ("from", "to"))
+        low, high = _float(query.get("from"), -np.inf), _float(query.get("to"), np.inf)
         found = []
         for identity in query.getlist("run")[:MOST_RUNS]:
             run = self._run(identity)
@@ -201,11 +202,7 @@ class Pages:
             if query.get("axis") == "time":
                 x = _in_time(run, x)
             y = running_mean(y, window)
-            inside = np.ones(len(x), bool)
-            if low is not None:
-                inside &= x >= low
-            if high is not None:
-                inside &= x <= high
+            inside = (x >= low) & (x <= high)
             x, y = thin(x[inside], y[inside], points)
             found.append(
                 {"run": identity, "total": total, "x": x.tolist(), "y": y.tolist()}
@@ -247,14 +244,12 @@ class Pages:
         """Begins a dream."""
         body = await _body(request)
         run = await run_in_threadpool(self._run, str(body.pop("run", "")))
-        with _dream_errors():
-            return _json(await run_in_threadpool(self._dreams.start, run.path, body))
+        return _json(await run_in_threadpool(self._dreams.start, run.path, body))
 
     async def step_dream(self, request: Request) -> Response:
         """Makes a step in a dream, or restarts it."""
         body, session = await _body(request), request.path_params["session"]
-        with _dream_errors():
-            return _json(await run_in_threadpool(self._dreams.call, session, body))
+        return _json(await run_in_threadpool(self._dreams.call, session, body))
 
     def end_dream(self, request: Request) -> Response:
         """Ends a dream."""
@@ -280,11 +275,8 @@ class Pages:
         stamp, quiet = None, 0.0
         while True:
             now = await run_in_threadpool(run.stamp)
-            if now != stamp:
+            if now != stamp or quiet >= ALIVE_SECONDS:
                 stamp, quiet = now, 0.0
-                yield await run_in_threadpool(_message, run)
-            elif quiet >= ALIVE_SECONDS:
-                quiet = 0.0
                 yield await run_in_threadpool(_message, run)
             await asyncio.sleep(POLL_SECONDS)
             quiet += POLL_SECONDS
@@ -334,7 +326,7 @@ def make_app(
     app = Starlette(
         routes=pages.routes(),
         lifespan=lifespan,
-        exception_handlers={HTTPException: _refuse},
+        exception_handlers={HTTPException: _refuse, DreamError: _refuse_dream},
     )
     return Guard(app, token, hosts)
 
@@ -392,23 +384,17 @@ def _refuse(request: Request, error: Any) -> Response:
     return JSONResponse({"error": error.detail}, error.status_code)
 
 
+def _refuse_dream(request: Request, error: Any) -> Response:
+    return JSONResponse({"error": str(error)}, error.status)
+
+
 def _json(content: Any) -> Response:
     # As ASCII, and with null for NaN and infinities, which JSON lacks.
     try:
         text = json.dumps(content, allow_nan=False)
     except ValueError:
-        text = json.dumps(_finite(content), allow_nan=False)
+        text = json.dumps(plain(content), allow_nan=False)
     return Response(text, media_type="application/json")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value
 
 
 def _event(name: str, content: Any) -> str:
@@ -439,14 +425,6 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-@contextlib.contextmanager
-def _dream_errors() -> Any:
-    try:
-        yield
-    except DreamError as error:
-        raise HTTPException(error.status, str(error)) from error
-
-
 def _with_live_scores(
     run: RunFolder, x: np.ndarray, y: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -474,9 +452,9 @@ def _clamp(value: Any, default: int, low: int, high: int) -> int:
         return default
 
 
-def _float(value: Any) -> float | None:
+def _float(value: Any, default: float) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return None
-    return number if np.isfinite(number) else None
+        return default
+    return number if np.isfinite(number) else default

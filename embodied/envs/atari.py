@@ -8,10 +8,11 @@ import ale_py
 import numpy as np
 from ale_py import roms
 
-from embodied.base import Array, Env, Spaces
-from embodied.envs import rendering
-from embodied.envs.keys import SIGNALS, check_at_least, class_action, signals
+from embodied.base import Array, Spaces
+from embodied.envs.game import Game
+from embodied.envs.keys import SIGNALS, check_at_least, check_choice
 from embodied.envs.registry import UnknownTask
+from embodied.images import resize_image
 from embodied.space import Space
 
 STICKY = 0.25  # Probability that a frame takes the previous frame's action.
@@ -29,7 +30,7 @@ _ATARI100K: dict[str, Any] = {
 }
 
 
-class Atari(Env):
+class Atari(Game):
     """One game, with the preprocessing of the usual benchmarks.
 
     Args:
@@ -74,10 +75,10 @@ class Atari(Env):
         length: int = 108_000,
         seed: int = 0,
     ):
-        _check_choice("actions", actions, ACTIONS)
-        _check_choice("lives", lives, LIVES)
-        _check_choice("aggregate", aggregate, AGGREGATES)
-        _check_choice("resize", resize, RESIZERS)
+        check_choice("actions", actions, ACTIONS)
+        check_choice("lives", lives, LIVES)
+        check_choice("aggregate", aggregate, AGGREGATES)
+        check_choice("resize", resize, RESIZERS)
         check_at_least(1, size=min(size), repeat=repeat, pooling=pooling, length=length)
         check_at_least(0, noops=noops)
         rom = _find_rom(task)
@@ -95,13 +96,13 @@ class Atari(Env):
         self._ale = _load(rom, STICKY if sticky else 0.0, seed)
         full = self._ale.getLegalActionSet()
         self._actions = full if actions == "all" else self._ale.getMinimalActionSet()
+        super().__init__(len(self._actions))
         channels = () if gray else (3,)
         frame = (*self._ale.getScreenDims(), *channels)
         self._frames = np.zeros((min(pooling, repeat), *frame), np.uint8)
         self._lives = 0
         self._fire = False  # Whether the next step presses fire.
         self._count = 0  # Frames of this episode.
-        self._done = True
 
     @property
     def obs_space(self) -> Spaces:
@@ -111,16 +112,9 @@ class Atari(Env):
             **SIGNALS,
         }
 
-    @property
-    def act_space(self) -> Spaces:
-        """The index of a joystick action."""
-        return class_action(len(self._actions))
-
-    def step(self, action: dict[str, Array]) -> dict[str, Array]:
-        """Repeats an action, or starts the game over."""
-        if self._done or action["reset"]:
-            return self._reset()
-        ale, act = self._ale, self._actions[int(action["action"])]
+    def _play(self, action: int) -> tuple[dict[str, Array], float, bool, bool]:
+        """Repeats an action."""
+        ale, act = self._ale, self._actions[action]
         if self._fire:
             act = ale_py.Action.FIRE
         reward, rendered = 0.0, 0
@@ -141,13 +135,13 @@ class Atari(Env):
                 break
         terminal = over or (lost and self._lives_mode != "unused")
         cut = self._count >= self._length
-        self._done = over or cut or (lost and self._lives_mode == "reset")
+        done = over or cut or (lost and self._lives_mode == "reset")
         self._fire = lost and self._autostart
         if self._clip_reward:
             reward = np.sign(reward)
-        return self._observe(rendered, reward, is_terminal=terminal)
+        return {"image": self._image(rendered)}, reward, done, terminal
 
-    def _reset(self) -> dict[str, Array]:
+    def _start(self) -> dict[str, Array]:
         ale = self._ale
         ale.reset_game()
         noops = int(self._rng.integers(0, self._noops, endpoint=True))
@@ -162,9 +156,8 @@ class Atari(Env):
         self._lives = ale.lives()
         self._fire = False
         self._count = 0
-        self._done = False
         self._render(0)
-        return self._observe(1, 0.0, is_first=True)
+        return {"image": self._image(1)}
 
     def _render(self, index: int) -> None:
         if self._gray:
@@ -172,27 +165,16 @@ class Atari(Env):
         else:
             self._ale.getScreenRGB(self._frames[index])
 
-    def _observe(
-        self,
-        rendered: int,
-        reward: float,
-        is_first: bool = False,
-        is_terminal: bool = False,
-    ) -> dict[str, Array]:
-        return {
-            "image": self._image(self._frames[:rendered]),
-            **signals(reward, is_first, self._done, is_terminal),
-        }
-
-    def _image(self, frames: np.ndarray) -> np.ndarray:
-        """Combines frames [N, 210, 160, ...] and resizes them, in a read-only array."""
+    def _image(self, rendered: int) -> np.ndarray:
+        """Combines the first frames and resizes them, in a read-only array."""
+        frames = self._frames[:rendered]
         pooled = frames[0]
         if len(frames) > 1 and self._aggregate == "max":
             for frame in frames[1:]:
                 np.maximum(pooled, frame, out=pooled)
         elif len(frames) > 1:
             pooled = frames.mean(0).astype(np.uint8)
-        resized = rendering.resize(pooled, self._size)
+        resized = resize_image(pooled, self._size)
         return resized[..., None] if self._gray else resized
 
 
@@ -231,8 +213,3 @@ def _is_playable(rom: str) -> bool:
     """Returns whether ale_py supports a game; loading others ends the process."""
     path = roms.get_rom_path(rom)
     return path is not None and ale_py.ALEInterface.isSupportedROM(path) is not None
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"Expected {name} to be one of {allowed}, got {value!r}.")

@@ -9,15 +9,16 @@ import crafter
 import numpy as np
 from crafter import constants
 
-from embodied.base import Array, Env, Spaces
-from embodied.envs.keys import SIGNALS, class_action, signals
+from embodied.base import Array, Spaces
+from embodied.envs.game import Game
+from embodied.envs.keys import SIGNALS
 from embodied.envs.registry import check_task
 from embodied.space import Space
 
 TASKS = ("reward", "noreward")
 
 
-class Crafter(Env):
+class Crafter(Game):
     """Crafter, with its achievements for the logger.
 
     Args:
@@ -38,6 +39,7 @@ class Crafter(Env):
         seed: int = 0,
     ):
         check_task("crafter task", task, TASKS)
+        super().__init__(len(constants.actions))
         height, width = size
         self._env = _Ordered(
             size=(int(width), int(height)), length=length, seed=int(seed)
@@ -46,7 +48,6 @@ class Crafter(Env):
         self._rewarded = task == "reward"
         self._achievements = tuple(constants.achievements) if logs else ()
         self._logs = logs
-        self._done = True
 
     @property
     def obs_space(self) -> Spaces:
@@ -59,28 +60,16 @@ class Crafter(Env):
             **({"log/reward": Space(np.float32)} if self._logs else {}),
         }
 
-    @property
-    def act_space(self) -> Spaces:
-        """The index of one of crafter's 17 actions."""
-        return class_action(len(constants.actions))
+    def _start(self) -> dict[str, Array]:
+        return self._observe(self._env.reset(), 0.0, {})
 
-    def step(self, action: dict[str, Array]) -> dict[str, Array]:
-        """Steps, or makes a new world."""
-        if self._done or action["reset"]:
-            self._done = False
-            return self._observe(self._env.reset(), 0.0, {}, is_first=True)
-        image, reward, done, info = self._env.step(int(action["action"]))
-        self._done = bool(done)
-        dead = info["discount"] == 0
-        return self._observe(image, reward, info["achievements"], is_terminal=dead)
+    def _play(self, action: int) -> tuple[dict[str, Array], float, bool, bool]:
+        image, reward, done, info = self._env.step(action)
+        obs = self._observe(image, reward, info["achievements"])
+        return obs, reward * self._rewarded, bool(done), info["discount"] == 0
 
     def _observe(
-        self,
-        image: np.ndarray,
-        reward: float,
-        achievements: dict[str, int],
-        is_first: bool = False,
-        is_terminal: bool = False,
+        self, image: np.ndarray, reward: float, achievements: dict[str, int]
     ) -> dict[str, Array]:
         logs = {
             f"log/achievement_{name}": np.float32(achievements.get(name, 0))
@@ -88,13 +77,7 @@ class Crafter(Env):
         }
         if self._logs:
             logs["log/reward"] = np.float32(reward)
-        return {
-            "image": image,
-            **signals(
-                reward if self._rewarded else 0.0, is_first, self._done, is_terminal
-            ),
-            **logs,
-        }
+        return {"image": image, **logs}
 
 
 class _Ordered(crafter.Env):

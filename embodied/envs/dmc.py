@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.base import Array, Env, Spaces
+from embodied.base import Array, Spaces
 from embodied.envs import rendering
 from embodied.envs.from_dm import FromDM
 from embodied.envs.keys import SIGNALS
@@ -21,7 +21,7 @@ _ALIASES = {"cup": "ball_in_cup"}
 FRAME_SIZE = (240, 320)  # Height and width of what `render` draws.
 
 
-class DMC(Env):
+class DMC(FromDM):
     """A task of the suite, observed as its state, as images, or as both.
 
     Args:
@@ -48,7 +48,7 @@ class DMC(Env):
             raise ValueError("Expected proprio, image or both to be True, got neither.")
         rendering.choose_backend(image)
         domain, env = _load(task, seed)
-        self._env = FromDM(env, repeat=repeat)
+        super().__init__(env, repeat=repeat)
         self._physics = env.physics
         self._size = (int(size[0]), int(size[1]))
         self._camera = _CAMERAS.get(domain, 0) if camera == -1 else camera
@@ -58,21 +58,16 @@ class DMC(Env):
     @property
     def obs_space(self) -> Spaces:
         """The task's own observations, an image, or both."""
-        spaces = self._env.obs_space
+        spaces = super().obs_space
         if not self._proprio:
             spaces = dict(SIGNALS)
         if self._image:
             spaces["image"] = Space(np.uint8, (*self._size, 3))
         return spaces
 
-    @property
-    def act_space(self) -> Spaces:
-        """A vector of forces."""
-        return self._env.act_space
-
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
         """Steps, or resets."""
-        obs = self._env.step(action)
+        obs = super().step(action)
         if not self._proprio:
             obs = {key: obs[key] for key in SIGNALS}
         if self._image:
@@ -82,10 +77,6 @@ class DMC(Env):
     def render(self) -> np.ndarray:
         """Draws the scene for people to watch, [H, W, 3] uint8."""
         return rendering.render(self._physics, FRAME_SIZE, self._camera)
-
-    def close(self) -> None:
-        """Closes the environment."""
-        self._env.close()
 
 
 def _load(task: str, seed: int) -> tuple[str, Any]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import deepmind_lab
 import numpy as np
 
-from embodied.base import Array, Env, Spaces
+from embodied.base import Array, Spaces
+from embodied.envs.game import Game
 from embodied.envs.keys import (
     SIGNALS,
     WORD_CLASSES,
     WORDS,
     check_at_least,
-    class_action,
     hash_words,
-    signals,
 )
 from embodied.space import Space
 
@@ -34,7 +33,7 @@ ACTIONS = (
 )
 
 
-class DMLab(Env):
+class DMLab(Game):
     """A level of DMLab-30, or any other by its path.
 
     Args:
@@ -57,6 +56,7 @@ class DMLab(Env):
         seed: int = 0,
     ):
         check_at_least(1, repeat=repeat)
+        super().__init__(len(ACTIONS))
         self._size = (int(size[0]), int(size[1]))
         self._repeat = repeat
         self._episodic = episodic
@@ -66,9 +66,7 @@ class DMLab(Env):
         config = {"height": str(self._size[0]), "width": str(self._size[1])}
         level = task if "/" in task else FOLDER + task
         self._lab = deepmind_lab.Lab(level, sensors, config=config)
-        self._actions = [np.array(action, np.intc) for action in ACTIONS]
         self._seen: dict[str, Array] = {}
-        self._done = True
         self._closed = False
 
     @property
@@ -81,38 +79,30 @@ class DMLab(Env):
             **SIGNALS,
         }
 
-    @property
-    def act_space(self) -> Spaces:
-        """The index of one of `ACTIONS`."""
-        return class_action(len(self._actions))
-
-    def step(self, action: dict[str, Array]) -> dict[str, Array]:
-        """Repeats an action, or starts the level over."""
-        if self._done or action["reset"]:
-            if self._rng is None:
-                self._lab.reset()
-            else:
-                self._lab.reset(seed=int(self._rng.integers(0, 2**31 - 1)))
-            self._done = False
-            return self._observe(0.0, is_first=True)
-        raw = self._actions[int(action["action"])]
-        reward = self._lab.step(raw, num_steps=self._repeat)
-        self._done = not self._lab.is_running()
-        return self._observe(reward)
-
     def close(self) -> None:
         """Ends the level."""
         if not self._closed:
             self._closed = True
             self._lab.close()
 
-    def _observe(self, reward: float, is_first: bool = False) -> dict[str, Array]:
-        if not self._done:  # A level that has ended has no observations.
-            raw = self._lab.observations()
-            self._seen = {"image": np.array(raw["RGB_INTERLEAVED"], np.uint8)}
-            if self._instructed:
-                self._seen["instruction"] = hash_words(raw["INSTR"])
-        return {
-            **self._seen,
-            **signals(reward, is_first, self._done, self._done and self._episodic),
-        }
+    def _start(self) -> dict[str, Array]:
+        if self._rng is None:
+            self._lab.reset()
+        else:
+            self._lab.reset(seed=int(self._rng.integers(0, 2**31 - 1)))
+        return self._observe()
+
+    def _play(self, action: int) -> tuple[dict[str, Array], float, bool, bool]:
+        raw = np.array(ACTIONS[action], np.intc)
+        reward = self._lab.step(raw, num_steps=self._repeat)
+        done = not self._lab.is_running()
+        # A level that has ended has no observations.
+        seen = self._seen if done else self._observe()
+        return seen, reward, done, done and self._episodic
+
+    def _observe(self) -> dict[str, Array]:
+        raw = self._lab.observations()
+        self._seen = {"image": np.array(raw["RGB_INTERLEAVED"], np.uint8)}
+        if self._instructed:
+            self._seen["instruction"] = hash_words(raw["INSTR"])
+        return self._seen

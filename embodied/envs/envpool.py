@@ -65,7 +65,7 @@ def make_pool(
             num_threads=threads,
             **options,
         )
-        return VectorGym(pool, pool.reset)
+        return VectorGym(pool)
 
 
 def make_envpool(task: str, seed: int = 0, **options: Any) -> Env:

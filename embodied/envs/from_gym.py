@@ -9,21 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium
-import numpy as np
 from gymnasium import spaces
 
-from embodied.base import Array, Env, Spaces
-from embodied.envs.gym_spaces import act_leaf, image_layout, obs_leaf
-from embodied.envs.keys import (
-    SIGNALS,
-    UnusableEnv,
-    check_keys,
-    flatten,
-    signals,
-    unflatten,
-)
+from embodied.base import Array, Env
+from embodied.envs.gym_spaces import GymAdapter
+from embodied.envs.keys import UnusableEnv
 from embodied.envs.registry import MissingExtra, UnknownTask
-from embodied.space import Space
 
 # Packages that register ids when they are imported: prefix, package, extra.
 _PROVIDERS = (
@@ -38,7 +29,7 @@ _RESET = ("observation", "info")
 _STEP = ("observation", "reward", "terminated", "truncated", "info")
 
 
-class FromGym(Env):
+class FromGym(GymAdapter, Env):
     """A Gymnasium environment.
 
     Spaces are flattened: the elements of a Dict or Tuple, at any depth, become keys
@@ -96,27 +87,18 @@ class FromGym(Env):
                     "class or in __init__."
                 )
         _check_reset(self.name, env)
-        self._seed: int | None = seed
-        self._info_keys = tuple(key for key in info_keys if key != "none")
-        self._done = True
-        self._closed = False
-        if obs_key is None:
-            obs_key = "obs" if image_layout(env.observation_space) is None else "image"
-        height, width = (int(side) for side in size)
-        self._obs_leaves = [
-            obs_leaf(*leaf, (height, width))
-            for leaf in flatten(env.observation_space, obs_key)
-        ]
-        self._act_leaves = [
-            act_leaf(*leaf) for leaf in flatten(env.action_space, act_key)
-        ]
-        check_keys(
+        super().__init__(
+            env,
             self.name,
-            [leaf.key for leaf in self._obs_leaves],
-            [leaf.key for leaf in self._act_leaves],
-            "Choose another obs_key or act_key, or rename it with a "
-            "gymnasium.ObservationWrapper or ActionWrapper.",
+            env.observation_space,
+            env.action_space,
+            obs_key=obs_key,
+            act_key=act_key,
+            info_keys=info_keys,
+            size=size,
         )
+        self._seed: int | None = seed
+        self._done = True
 
     @property
     def name(self) -> str:
@@ -124,47 +106,22 @@ class FromGym(Env):
         spec = self.gym_env.spec
         return f"gym_{spec.id}" if spec else type(self.gym_env.unwrapped).__name__
 
-    @property
-    def obs_space(self) -> Spaces:
-        """The flattened observation space, and `log/` keys."""
-        return {
-            **{leaf.key: leaf.space for leaf in self._obs_leaves},
-            **{f"log/{key}": Space(np.float32) for key in self._info_keys},
-            **SIGNALS,
-        }
-
-    @property
-    def act_space(self) -> Spaces:
-        """The flattened action space."""
-        return {
-            "reset": Space(bool),
-            **{leaf.key: leaf.space for leaf in self._act_leaves},
-        }
-
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
         """Steps, or resets."""
         if self._done or action["reset"]:
             obs, info = self._check(_RESET, self.gym_env.reset(seed=self._seed))
             self._seed = None
             self._done = False
-            return self._observe(obs, info, is_first=True)
-        values = (leaf.decode(action[leaf.key]) for leaf in self._act_leaves)
-        nested = unflatten(self.gym_env.action_space, values)
+            return self._observe(obs, info, 0.0, True, False, False)
         obs, reward, terminated, truncated, info = self._check(
-            _STEP, self.gym_env.step(nested)
+            _STEP, self.gym_env.step(self._decode(action))
         )
         self._done = bool(terminated or truncated)
-        return self._observe(obs, info, reward, is_terminal=bool(terminated))
+        return self._observe(obs, info, reward, False, self._done, bool(terminated))
 
     def render(self) -> Any:
         """Draws the scene in the environment's render mode."""
         return self.gym_env.render()
-
-    def close(self) -> None:
-        """Closes the environment."""
-        if not self._closed:
-            self._closed = True
-            self.gym_env.close()
 
     def _check(self, names: tuple[str, ...], result: Any) -> Any:
         if isinstance(result, tuple) and len(result) == len(names):
@@ -179,23 +136,6 @@ class FromGym(Env):
             f"Env {self.name}: expected {method} to return a tuple of {len(names)} "
             f"values ({', '.join(names)}), as Gymnasium's API has it, got {got}.{hint}"
         )
-
-    def _observe(
-        self,
-        obs: Any,
-        info: dict[str, Any],
-        reward: Any = 0.0,
-        is_first: bool = False,
-        is_terminal: bool = False,
-    ) -> dict[str, Array]:
-        return {
-            **{leaf.key: leaf.encode(leaf.find(obs)) for leaf in self._obs_leaves},
-            **{
-                f"log/{key}": check_info(key, info.get(key, 0.0))
-                for key in self._info_keys
-            },
-            **signals(reward, is_first, self._done, is_terminal),
-        }
 
 
 def _check_reset(name: str, env: gymnasium.Env) -> None:
@@ -213,17 +153,6 @@ def _check_reset(name: str, env: gymnasium.Env) -> None:
                 f"it, got reset{signature}. Write: def reset(self, *, seed=None, "
                 "options=None)"
             )
-
-
-def check_info(key: str, value: Any) -> np.float32:
-    """Returns a value of `info` as a number to log."""
-    try:
-        return np.float32(value)
-    except (TypeError, ValueError):
-        raise UnusableEnv(
-            f"Expected info[{key!r}] as a number, to log it as log/{key}, got "
-            f"{value!r}. Leave it out of info_keys."
-        ) from None
 
 
 def without_factory_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,12 @@ Runs in the process that steps it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from embodied.base import Env, Spaces
-from embodied.envs.keys import SIGNALS, check_at_least, class_action, signals
+from embodied.base import Array, Spaces
+from embodied.envs.game import Game
+from embodied.envs.keys import SIGNALS, check_at_least
 from embodied.envs.registry import check_task
 from embodied.space import Space
 
@@ -28,7 +28,7 @@ _GOAL = (255, 255, 0)
 _TRAP = (255, 0, 255)
 
 
-class Grid(Env):
+class Grid(Game):
     """Walk to the yellow cell.
 
         . . . G      The agent A and the goal G are placed anew in every episode, at
@@ -61,6 +61,7 @@ class Grid(Env):
                 f"Expected a size of two multiples of {CELLS}, the number of cells, "
                 f"got {size}."
             )
+        super().__init__(len(MOVES))
         self._traps = task == "avoid"
         self._length = length
         self._rng = np.random.default_rng(seed)
@@ -71,7 +72,6 @@ class Grid(Env):
         self._goal = (0, 0)
         self._trap: tuple[int, int] | None = None
         self._count = 0
-        self._done = True
 
     @property
     def obs_space(self) -> Spaces:
@@ -82,29 +82,24 @@ class Grid(Env):
             "log/success": Space(np.float32, (), 0, 1),
         }
 
-    @property
-    def act_space(self) -> Spaces:
-        """One of five moves, in the order of `MOVES`."""
-        return class_action(len(MOVES))
+    def _start(self) -> dict[str, Array]:
+        self._place()
+        return self._observe(success=False)
 
-    def step(self, action: dict[str, Any]) -> dict[str, Any]:
+    def _play(self, action: int) -> tuple[dict[str, Array], float, bool, bool]:
         """Moves by one cell; at the edge of the arena the agent stays."""
-        if self._done or action["reset"]:
-            self._place()
-            return self._observe(first=True, success=False, trapped=False)
-        down, right = MOVES[int(action["action"])]
+        down, right = MOVES[action]
         row, column = self._agent[0] + down, self._agent[1] + right
         if 0 <= row < CELLS and 0 <= column < CELLS:
             self._agent = (row, column)
         self._count += 1
         success = self._agent == self._goal
-        trapped = self._agent == self._trap
-        self._done = success or trapped or self._count >= self._length
-        return self._observe(False, success, trapped)
+        terminal = success or self._agent == self._trap
+        done = terminal or self._count >= self._length
+        return self._observe(success), float(success), done, terminal
 
     def _place(self) -> None:
         self._count = 0
-        self._done = False
         self._agent, self._goal = self._cell(), self._cell()
         while _distance(self._agent, self._goal) < MIN_DISTANCE:
             self._agent, self._goal = self._cell(), self._cell()
@@ -116,14 +111,10 @@ class Grid(Env):
                 self._trap = self._cell()
             self._draw(self._arena, self._trap, _TRAP)
 
-    def _observe(self, first: bool, success: bool, trapped: bool) -> dict[str, Any]:
+    def _observe(self, success: bool) -> dict[str, Array]:
         image = self._arena.copy()
         self._draw(image, self._agent, _AGENT)
-        return {
-            "image": image,
-            **signals(success, first, self._done, success or trapped),
-            "log/success": np.float32(success),
-        }
+        return {"image": image, "log/success": np.float32(success)}
 
     def _cell(self) -> tuple[int, int]:
         row, column = divmod(int(self._rng.integers(CELLS * CELLS)), CELLS)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from embodied.base import Array
+from embodied.base import Array, Spaces
+from embodied.envs.flattening import (
+    Flattened,
+    Path,
+    SpaceLeaf,
+    array_leaf,
+    class_space,
+    flatten,
+)
 from embodied.envs.keys import (
     WORD_CLASSES,
     WORDS,
-    Path,
     UnsupportedSpace,
     UnusableEnv,
     hash_words,
+    signals,
 )
-from embodied.envs.rendering import resize_planes
+from embodied.images import resize_image
 from embodied.space import Space
 
 MOST_CHANNELS = 16  # Of images with channels first; also most images of a stack.
@@ -27,78 +35,80 @@ CHANNELS = (1, 3, 4)  # Of images in a stack.
 SMALLEST_SIDE = 8  # Of images, unless they are uint8 [H, W, C].
 
 
-@dataclasses.dataclass(frozen=True)
-class GymLeaf:
-    """One array among the elements of a nested Gymnasium space.
+class GymAdapter(Flattened):
+    """A Gymnasium environment, or a vector of them; a base of adapters.
 
-    Attributes:
-      key: key in `obs_space` or `act_space`.
-      path: where the array is in a nested Gymnasium value.
-      space: space of the key.
-      gym_space: the corresponding space of Gymnasium.
-      start: Gymnasium value that is 0 in `space`, for all elements or for each; None
-        for 0.
-      convert: converts Gymnasium values [..., *shape] to values of `space`; None for
-        texts, and where no more than the dtype and `start` differ.
+    Args:
+      env: the environment.
+      name: its name, for messages.
+      obs_space: observation space of one environment.
+      act_space: action space of one environment.
+      obs_key: see `FromGym`, as for the others.
+      act_key: as there.
+      info_keys: as there.
+      size: as there.
     """
 
-    key: str
-    path: Path
-    space: Space
-    gym_space: gymnasium.Space
-    start: int | np.ndarray | None = None
-    convert: Callable[[Any], np.ndarray] | None = None
+    def __init__(
+        self,
+        env: Any,
+        name: str,
+        obs_space: gymnasium.Space,
+        act_space: gymnasium.Space,
+        obs_key: str | None = None,
+        act_key: str = "action",
+        info_keys: Sequence[str] = (),
+        size: Sequence[int] = (0, 0),
+    ):
+        if obs_key is None:
+            obs_key = "obs" if image_layout(obs_space) is None else "image"
+        height, width = (int(side) for side in size)
+        super().__init__(
+            env,
+            name,
+            [obs_leaf(*leaf, (height, width)) for leaf in flatten(obs_space, obs_key)],
+            [act_leaf(*leaf) for leaf in flatten(act_space, act_key)],
+            act_space,
+        )
+        self._info_keys = tuple(key for key in info_keys if key != "none")
 
-    def find(self, value: Any) -> Any:
-        """Returns this leaf's element of a nested value."""
-        element = value
-        for part in self.path:
-            try:
-                element = element[part]
-            except (KeyError, IndexError, TypeError) as error:
-                raise UnusableEnv(
-                    f"Expected {self.gym_space} at {self.key!r} of an observation, as "
-                    f"its space declares, got no {part!r} in {element!r}."
-                ) from error
-        return element
+    @property
+    def obs_space(self) -> Spaces:
+        """The flattened observation space, and `log/` keys."""
+        logs = {f"log/{key}": Space(np.float32) for key in self._info_keys}
+        return {**super().obs_space, **logs}
 
-    def encode(self, value: Any) -> np.ndarray:
-        """Converts Gymnasium values [..., *shape] to values of `space`.
+    def _observe(
+        self,
+        obs: Any,
+        info: Mapping[str, Any],
+        reward: Any,
+        first: Any,
+        last: Any,
+        terminal: Any,
+    ) -> dict[str, Array]:
+        """Converts what a step has returned for one environment, or for each."""
+        logs = {
+            f"log/{key}": _info_number(key, info.get(key, np.zeros(np.shape(first))))
+            for key in self._info_keys
+        }
+        encoded = self._encode(obs)
+        return {**encoded, **logs, **signals(reward, first, last, terminal)}
 
-        Returns a copy, since the value may be the environment's buffer. A value that
-        does not fit is returned unconverted, for CheckSpaces to report.
-        """
-        if isinstance(self.gym_space, spaces.Text):
-            return _words(value)
-        array = np.array(value)
-        kinds = "biuf" if self.start is None else "biu"
-        if array.dtype.kind not in kinds:
-            return array
-        if self.convert is not None:
-            shape = self.gym_space.shape or ()
-            fits = array.shape[array.ndim - len(shape) :] == shape
-            return self.convert(array) if fits else array
-        if self.start is not None:
-            array = array.astype(np.int64) - self.start
-        if array.dtype == self.space.dtype:
-            return array
-        with np.errstate(over="ignore", invalid="ignore"):
-            cast = array.astype(self.space.dtype)
-        lossy = self.space.discrete and not np.array_equal(cast, array)
-        return array if lossy else cast
 
-    def decode(self, value: Array) -> Any:
-        """Converts a value of `space` to one of Gymnasium."""
-        array = np.asarray(value)
-        if self.start is not None:
-            array = array.astype(np.int64) + self.start
-        array = np.asarray(array, self.gym_space.dtype)
-        return array[()] if isinstance(self.gym_space, spaces.Discrete) else array
+def _info_number(key: str, value: Any) -> Array:
+    try:
+        return np.float32(value)
+    except (TypeError, ValueError):
+        raise UnusableEnv(
+            f"Expected info[{key!r}] as a number, to log it as log/{key}, got "
+            f"{value!r}. Leave it out of info_keys."
+        ) from None
 
 
 def obs_leaf(
     key: str, path: Path, space: gymnasium.Space, size: tuple[int, int]
-) -> GymLeaf:
+) -> SpaceLeaf:
     """Makes the leaf of an observation.
 
     Args:
@@ -108,29 +118,28 @@ def obs_leaf(
       size: height and width to resize images to; zeros to keep their own.
     """
     if isinstance(space, spaces.Text):
-        return GymLeaf(key, path, Space(np.int32, (WORDS,), 0, WORD_CLASSES), space)
+        words = Space(np.int32, (WORDS,), 0, WORD_CLASSES)
+        return SpaceLeaf(key, path, words, space, convert=_words, kinds="US")
     layout = image_layout(space)
     if layout is not None:
         height, width, channels = layout.shape
         size = size if all(size) else (height, width)
         image = Space(np.uint8, (*size, channels))
         resized = dataclasses.replace(layout, size=size)
-        return GymLeaf(key, path, image, space, convert=resized)
+        return SpaceLeaf(key, path, image, space, convert=resized)
     leaf = _leaf(key, path, space, acts=False)
-    if len(leaf.space.shape) < 3 and not _is_board(leaf.space):
-        return leaf
     dtype, shape = leaf.space.dtype, leaf.space.shape
     low, high = np.asarray(leaf.space.low), np.asarray(leaf.space.high)
-    if _is_board(leaf.space):
-        dtype = np.dtype(np.int32)
-    if len(shape) > 2:  # Networks take at most two dimensions, except images.
-        shape, low, high = (-1,), low.ravel(), high.ravel()
-    flat = Space(dtype, low.shape, low, high)
-    convert = _Reshape(leaf, len(leaf.space.shape), shape, dtype)
-    return GymLeaf(key, path, flat, space, convert=convert)
+    if len(shape) == 2 and dtype == np.uint8:
+        dtype = np.dtype(np.int32)  # A board of classes, not an image.
+    elif len(shape) > 2:  # Networks take at most two dimensions, except images.
+        low, high = low.ravel(), high.ravel()
+    else:
+        return leaf
+    return dataclasses.replace(leaf, space=Space(dtype, low.shape, low, high))
 
 
-def act_leaf(key: str, path: Path, space: gymnasium.Space) -> GymLeaf:
+def act_leaf(key: str, path: Path, space: gymnasium.Space) -> SpaceLeaf:
     """Makes the leaf of an action."""
     return _leaf(key, path, space, acts=True)
 
@@ -165,7 +174,7 @@ class ImageLayout:
             value = value.reshape((*value.shape[:-2], -1))
         if self.size is not None and value.shape[-3:-1] != self.size:
             images = value.reshape((-1, *value.shape[-3:]))
-            resized = np.stack([resize_planes(image, self.size) for image in images])
+            resized = np.stack([resize_image(image, self.size) for image in images])
             value = resized.reshape((*value.shape[:-3], *resized.shape[1:]))
         return np.ascontiguousarray(value)
 
@@ -203,46 +212,27 @@ def image_layout(space: Any) -> ImageLayout | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reshape:
-    """Gives values [..., *shape] of a leaf another shape and dtype."""
-
-    leaf: GymLeaf
-    dims: int
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    def __call__(self, value: np.ndarray) -> np.ndarray:
-        array = self.leaf.encode(value)
-        lead = array.shape[: array.ndim - self.dims]
-        return array.reshape((*lead, *self.shape)).astype(self.dtype)
-
-
-def _is_board(space: Space) -> bool:
-    """Detects fields of classes [H, W] uint8, which agents would take for images."""
-    return len(space.shape) == 2 and space.dtype == np.uint8
-
-
-def _words(value: Any) -> np.ndarray:
+def _words(texts: np.ndarray) -> np.ndarray:
     """Returns the hashed words [..., WORDS] of one text or of several."""
-    if isinstance(value, str | bytes):
-        return hash_words(value)
-    return np.stack([hash_words(text) for text in value])
+    if texts.ndim == 0:
+        return hash_words(texts)
+    return np.stack([hash_words(text) for text in texts])
 
 
-def _leaf(key: str, path: Path, space: gymnasium.Space, acts: bool) -> GymLeaf:
+def _leaf(key: str, path: Path, space: gymnasium.Space, acts: bool) -> SpaceLeaf:
     try:
         if isinstance(space, spaces.Discrete):
-            classes = _classes(int(space.n))
-            return GymLeaf(key, path, classes, space, int(space.start) or None)
+            classes = class_space(int(space.n))
+            start = int(space.start) or None
+            return SpaceLeaf(key, path, classes, space, start, plain=True)
         if isinstance(space, spaces.MultiDiscrete):
-            classes = _classes(space.nvec)
-            start = space.start.astype(np.int64) if np.any(space.start) else None
-            return GymLeaf(key, path, classes, space, start)
+            classes = class_space(space.nvec)
+            starts = space.start.astype(np.int64) if np.any(space.start) else None
+            return SpaceLeaf(key, path, classes, space, starts)
         if isinstance(space, spaces.MultiBinary):
-            return GymLeaf(key, path, Space(np.int32, space.shape, 0, 2), space)
+            return SpaceLeaf(key, path, Space(np.int32, space.shape, 0, 2), space)
         if isinstance(space, spaces.Box):
-            return _box_leaf(key, path, space, acts)
+            return array_leaf(key, path, space, space.low, space.high, acts)
     except ValueError as error:
         raise UnsupportedSpace(f"Gymnasium space {space} at {key!r}: {error}") from None
     raise UnsupportedSpace(
@@ -250,31 +240,3 @@ def _leaf(key: str, path: Path, space: gymnasium.Space, acts: bool) -> GymLeaf:
         f"{key!r}, got {space}, whose values have no fixed shape. Convert it with a "
         "gymnasium.ObservationWrapper or ActionWrapper."
     )
-
-
-def _box_leaf(key: str, path: Path, space: spaces.Box, acts: bool) -> GymLeaf:
-    dtype = np.dtype(space.dtype)
-    if dtype.kind == "f":
-        bounds = (space.low, space.high) if acts else (None, None)
-        return GymLeaf(key, path, Space(dtype, space.shape, *bounds), space)
-    if dtype.kind == "b":
-        return GymLeaf(key, path, Space(dtype, space.shape), space)
-    wide = np.uint64 if dtype == np.uint64 else np.int64
-    low, high = space.low.astype(wide), space.high.astype(wide)
-    spread = high.astype(object) - low.astype(object)
-    # Actions are classes, and an observation of -1 would mean that it is missing.
-    shift = np.any(low) and (acts or dtype.kind == "i")
-    if shift and np.all(spread < np.iinfo(np.int32).max):
-        return GymLeaf(key, path, _classes(spread + 1), space, low.astype(np.int64))
-    # Highs are inclusive in Gymnasium and exclusive in Space, where a 64-bit maximum
-    # admits itself.
-    high = np.minimum(high, np.iinfo(wide).max - 1) + wide(1)
-    return GymLeaf(key, path, Space(dtype, space.shape, low, high), space)
-
-
-def _classes(number: int | np.ndarray) -> Space:
-    """Returns the space of integers from 0 to below `number`, per element."""
-    number = np.asarray(number).astype(np.int64)
-    if np.any(number > np.iinfo(np.int32).max):
-        raise ValueError(f"expected classes that fit int32, got {number.max()}.")
-    return Space(np.int32, number.shape, 0, number)

@@ -9,15 +9,14 @@ import gymnasium
 import numpy as np
 
 from embodied.base import Array, BatchEnv, Env, Spaces
-from embodied.envs.from_gym import check_info, make_registered, without_factory_options
-from embodied.envs.gym_spaces import act_leaf, image_layout, obs_leaf
-from embodied.envs.keys import SIGNALS, UnusableEnv, check_keys, flatten, unflatten
-from embodied.space import Space
+from embodied.envs.from_gym import make_registered, without_factory_options
+from embodied.envs.gym_spaces import GymAdapter
+from embodied.envs.keys import UnusableEnv
 
 MODES = {"sync": "sync", "async": "async", "own": "vector_entry_point"}
 
 
-class VectorGym(BatchEnv):
+class VectorGym(GymAdapter, BatchEnv):
     """A vector environment of Gymnasium, or a pool of EnvPool.
 
     Values are converted as by `FromGym`. The vector environment itself resets those
@@ -25,66 +24,27 @@ class VectorGym(BatchEnv):
 
     Args:
       env: the vector environment.
-      reset: resets all environments; returns observations and info.
-      obs_key: see `FromGym`.
-      act_key: see `FromGym`.
-      info_keys: see `FromGym`.
-      size: see `FromGym`.
+      seed: of the first reset, for all or one for each; None if the vector environment
+        has been given one.
+      options: options of `GymAdapter`.
     """
 
-    def __init__(
-        self,
-        env: Any,
-        reset: Callable[[], tuple[Any, Mapping[str, Any]]],
-        obs_key: str | None = None,
-        act_key: str = "action",
-        info_keys: Sequence[str] = (),
-        size: Sequence[int] = (0, 0),
-    ):
+    def __init__(self, env: Any, seed: int | list[int] | None = None, **options: Any):
         mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
         if mode not in (None, gymnasium.vector.AutoresetMode.NEXT_STEP):
             raise UnusableEnv(
                 f"Expected a vector environment whose autoreset_mode is NEXT_STEP, got "
                 f"{mode} of {env}. Make it with autoreset_mode NEXT_STEP."
             )
-        self.gym_env = env
-        self._reset = reset
-        self._rows = int(env.num_envs)
-        self._info_keys = tuple(key for key in info_keys if key != "none")
         # The spaces of one environment, which are the only ones that EnvPool has.
         obs_space = getattr(env, "single_observation_space", env.observation_space)
         act_space = getattr(env, "single_action_space", env.action_space)
-        if obs_key is None:
-            obs_key = "obs" if image_layout(obs_space) is None else "image"
-        height, width = (int(side) for side in size)
-        self._obs_leaves = [
-            obs_leaf(*leaf, (height, width)) for leaf in flatten(obs_space, obs_key)
-        ]
-        self._act_leaves = [act_leaf(*leaf) for leaf in flatten(act_space, act_key)]
-        self._gym_act_space = act_space
-        check_keys(
-            str(env),
-            [leaf.key for leaf in self._obs_leaves],
-            [leaf.key for leaf in self._act_leaves],
-            "Choose another obs_key or act_key.",
-        )
+        super().__init__(env, str(env), obs_space, act_space, **options)
+        self.gym_env = env
+        self._seed = seed
+        self._rows = int(env.num_envs)
         self._done = np.ones(self._rows, bool)
-        self._begun = self._closed = False
-
-    @property
-    def obs_space(self) -> Spaces:
-        """The flattened observation space of one environment, and `log/` keys."""
-        return {
-            **{leaf.key: leaf.space for leaf in self._obs_leaves},
-            **{f"log/{key}": Space(np.float32) for key in self._info_keys},
-            **SIGNALS,
-        }
-
-    @property
-    def act_space(self) -> Spaces:
-        """The flattened action space of one environment, and `reset`."""
-        leaves = {leaf.key: leaf.space for leaf in self._act_leaves}
-        return {"reset": Space(bool), **leaves}
+        self._begun = False
 
     def __len__(self) -> int:
         return self._rows
@@ -93,47 +53,21 @@ class VectorGym(BatchEnv):
         """Steps all environments, or resets all of them."""
         asked = np.asarray(actions["reset"], bool)
         if not self._begun or np.any(asked & ~self._done):
-            obs, info = self._reset()
-            self._begun = True
+            options = {} if self._seed is None else {"seed": self._seed}
+            obs, info = self.gym_env.reset(**options)
+            self._seed, self._begun = None, True
             self._done = np.zeros(self._rows, bool)
-            first, zeros = np.ones(self._rows, bool), np.zeros(self._rows, np.float32)
-            return self._observe(obs, info, zeros, first, self._done)
-        values = (leaf.decode(actions[leaf.key]) for leaf in self._act_leaves)
-        nested = unflatten(self._gym_act_space, values)
-        obs, reward, terminated, truncated, info = self.gym_env.step(nested)
+            first, zeros = np.ones(self._rows, bool), np.zeros(self._rows)
+            return self._observe(obs, info, zeros, first, self._done, self._done)
+        obs, reward, terminated, truncated, info = self.gym_env.step(
+            self._decode(actions)
+        )
         first = self._done
         # A step that resets an environment is not part of the episode before.
-        reward = np.where(first, 0, reward).astype(np.float32)
+        reward = np.where(first, 0, reward)
         terminated = np.asarray(terminated, bool) & ~first
         self._done = (terminated | np.asarray(truncated, bool)) & ~first
-        return self._observe(obs, info, reward, first, terminated)
-
-    def close(self) -> None:
-        """Closes the vector environment."""
-        if not self._closed:
-            self._closed = True
-            self.gym_env.close()
-
-    def _observe(
-        self,
-        obs: Any,
-        info: Mapping[str, Any],
-        reward: np.ndarray,
-        first: np.ndarray,
-        terminal: np.ndarray,
-    ) -> dict[str, Array]:
-        logs = {}
-        for key in self._info_keys:
-            found = info.get(key, np.zeros(self._rows))
-            logs[f"log/{key}"] = np.array([check_info(key, x) for x in found])
-        return {
-            **{leaf.key: leaf.encode(leaf.find(obs)) for leaf in self._obs_leaves},
-            **logs,
-            "reward": reward,
-            "is_first": first,
-            "is_last": self._done,
-            "is_terminal": terminal,
-        }
+        return self._observe(obs, info, reward, first, self._done, terminated)
 
 
 class SingleEnv(Env):
@@ -244,10 +178,5 @@ def from_vector(
             "Expected a function with a parameter num_envs to return a "
             f"gymnasium.vector.VectorEnv or an embodied.BatchEnv, got {env!r}."
         )
-    waiting = [list(seeds) if len(seeds) > 1 else int(seeds[0])]
-
-    def reset() -> tuple[Any, Mapping[str, Any]]:
-        seed: Any = waiting.pop() if waiting else None
-        return env.reset(seed=seed)
-
-    return VectorGym(env, reset, **without_factory_options(options))
+    seed = list(seeds) if len(seeds) > 1 else int(seeds[0])
+    return VectorGym(env, seed, **without_factory_options(options))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.base import Array, Env, Spaces
+from embodied.base import Array, Spaces
 from embodied.envs import rendering
 from embodied.envs.from_dm import FromDM
 from embodied.envs.keys import check_at_least
@@ -36,7 +36,7 @@ _EMPTY = 3  # Crossings per side of the room without inner walls.
 _CAMERA_KEY = "walker/egocentric_camera"
 
 
-class LocoNav(Env):
+class LocoNav(FromDM):
     """Control the joints of a walker, and find the target in a maze.
 
         *******     The maze_m. The walker starts at a P that is drawn anew in every
@@ -77,18 +77,16 @@ class LocoNav(Env):
         env, self._walker, self._arena = _build(
             walker, layout, self._size, camera == -1, length, seed
         )
-        self._env = FromDM(env, repeat=repeat)
-        self._dm_env = env
-        rendering.render(
-            env.physics, self._size, max(0, camera)
-        )  # Fails now, not later.
+        super().__init__(env, repeat=repeat)
+        # Fails now, not later.
+        rendering.render(env.physics, self._size, max(0, camera))
         self._cells = sum(_draw(layout).count(token) for token in ".PG")
         self._visited: set[tuple[int, int]] = set()
 
     @property
     def obs_space(self) -> Spaces:
         """An image, joints and senses of the walker, and `log/coverage`."""
-        spaces = self._env.obs_space
+        spaces = super().obs_space
         spaces.pop(_CAMERA_KEY, None)
         return {
             **spaces,
@@ -96,15 +94,10 @@ class LocoNav(Env):
             "log/coverage": Space(np.float32),
         }
 
-    @property
-    def act_space(self) -> Spaces:
-        """A vector of forces."""
-        return self._env.act_space
-
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
         """Steps, or starts an episode."""
-        obs = self._env.step(action)
-        physics = self._dm_env.physics
+        obs = super().step(action)
+        physics = self.dm_env.physics
         if self._camera == -1:
             obs["image"] = obs.pop(_CAMERA_KEY)
         else:
@@ -116,10 +109,6 @@ class LocoNav(Env):
         self._visited.add((int(cell[0]), int(cell[1])))
         coverage = len(self._visited) / self._cells
         return {**obs, "log/coverage": np.float32(coverage)}
-
-    def close(self) -> None:
-        """Closes the environment."""
-        self._env.close()
 
 
 def _build(

@@ -8,8 +8,9 @@ import numpy as np
 from minerl.herobraine.env_specs.simple_embodiment import SimpleEmbodimentEnvSpec
 from minerl.herobraine.hero import handlers, mc
 
-from embodied.base import Array, Env, Spaces
-from embodied.envs.keys import SIGNALS, class_action, signals
+from embodied.base import Array, Spaces
+from embodied.envs.game import Game
+from embodied.envs.keys import SIGNALS
 from embodied.envs.registry import check_task
 from embodied.space import Space
 
@@ -59,7 +60,7 @@ _CHOICES: tuple[dict[str, Any], ...] = (
 )
 
 
-class Minecraft(Env):
+class Minecraft(Game):
     """Survive, and get wood or a diamond.
 
     Args:
@@ -82,6 +83,7 @@ class Minecraft(Env):
         seed: int = 0,
     ):
         check_task("minecraft task", task, TASKS)
+        super().__init__(len(_CHOICES))
         self._task = task
         self._size = (int(size[0]), int(size[1]))
         self._logs = logs
@@ -93,7 +95,6 @@ class Minecraft(Env):
         self._health = 0.0
         self._pitch = 0.0
         self._count = 0
-        self._done = True
         self._closed = False
 
     @property
@@ -113,33 +114,27 @@ class Minecraft(Env):
             **(logs if self._logs else {}),
         }
 
-    @property
-    def act_space(self) -> Spaces:
-        """One of the moves, turns and crafts of the diamond's recipe."""
-        return class_action(len(_CHOICES))
-
-    def step(self, action: dict[str, Array]) -> dict[str, Array]:
-        """Steps, or makes a new world."""
-        if self._done or action["reset"]:
-            self._env.seed(int(self._rng.integers(0, 2**31 - 1)))
-            raw = self._env.reset()
-            self._count = 0
-            self._pitch = 0.0
-            self._done = False
-            self._most = _inventory(raw)
-            self._health = float(raw["life_stats"]["life"])
-            return self._observe(raw, 0.0, is_first=True)
-        raw, _, over, _ = self._env.step(self._command(int(action["action"])))
-        self._count += 1
-        reward = self._reward(raw)
-        self._done = bool(over) or self._count >= self._length
-        return self._observe(raw, reward, is_terminal=bool(over))
-
     def close(self) -> None:
         """Ends the game."""
         if not self._closed:
             self._closed = True
             self._env.close()
+
+    def _start(self) -> dict[str, Array]:
+        self._env.seed(int(self._rng.integers(0, 2**31 - 1)))
+        raw = self._env.reset()
+        self._count = 0
+        self._pitch = 0.0
+        self._most = _inventory(raw)
+        self._health = float(raw["life_stats"]["life"])
+        return self._observe(raw)
+
+    def _play(self, action: int) -> tuple[dict[str, Array], float, bool, bool]:
+        raw, _, over, _ = self._env.step(self._command(action))
+        self._count += 1
+        reward = self._reward(raw)
+        done = bool(over) or self._count >= self._length
+        return self._observe(raw), reward, done, bool(over)
 
     def _command(self, index: int) -> dict[str, Any]:
         """Returns the MineRL command of the action with this index."""
@@ -162,13 +157,7 @@ class Minecraft(Env):
         self._health = health
         return reward
 
-    def _observe(
-        self,
-        raw: dict[str, Any],
-        reward: float,
-        is_first: bool = False,
-        is_terminal: bool = False,
-    ) -> dict[str, Array]:
+    def _observe(self, raw: dict[str, Any]) -> dict[str, Array]:
         tool = str(raw["equipped_items"]["mainhand"]["type"])
         tool = tool if tool in TOOLS else "other"
         equipped = np.array([name == tool for name in TOOLS], np.float32)
@@ -182,7 +171,6 @@ class Minecraft(Env):
             "health": np.float32(float(stats["life"]) / 20),
             "hunger": np.float32(float(stats["food"]) / 20),
             "breath": np.float32(float(stats["air"]) / 300),
-            **signals(reward, is_first, self._done, is_terminal),
             **{f"log/{item}": most for item, most in logs},
         }
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import re
 
 import gymnasium
-import minigrid  # noqa: F401  (registers its ids)
-import numpy as np
 from gymnasium.error import DependencyNotInstalled
+from gymnasium.wrappers import FilterObservation
+from minigrid.wrappers import RGBImgObsWrapper, RGBImgPartialObsWrapper
 
-from embodied.base import Array, Env, Spaces
-from embodied.envs import rendering
-from embodied.envs.keys import SIGNALS, class_action, signals
+from embodied.envs.from_gym import FromGym
 from embodied.envs.registry import MissingExtra, UnknownTask
-from embodied.space import Space
 
 _PREFIX = "MiniGrid-"
 _VERSION = re.compile(r"-v\d$")
 
 
-class MiniGrid(Env):
-    """A MiniGrid task, with an image instead of its table of object types.
+def make_minigrid(
+    task: str, size: tuple[int, int] = (64, 64), full: bool = False, seed: int = 0
+) -> FromGym:
+    """Makes a MiniGrid task, with an image instead of its table of object types.
 
     The mission, a sentence, is not observed: tasks whose mission varies cannot be
     solved by more than chance.
@@ -32,70 +31,15 @@ class MiniGrid(Env):
       full: whether to show the whole grid instead of the agent's view.
       seed: decides the grids.
     """
-
-    def __init__(
-        self,
-        task: str,
-        size: tuple[int, int] = (64, 64),
-        full: bool = False,
-        seed: int = 0,
-    ):
-        self.name = _find_id(task)
-        self._env = _make(self.name)
-        self._seed: int | None = seed
-        self._size = (int(size[0]), int(size[1]))
-        self._full = full
-        grid = self._env.unwrapped
-        cells = grid.width if full else grid.agent_view_size  # type: ignore[attr-defined]
-        # Drawn at least as large as the image.
-        self._tile = max(4, -(-max(self._size) // cells))
-        self._done = True
-
-    @property
-    def obs_space(self) -> Spaces:
-        """An image, and where the agent looks: right, down, left or up."""
-        return {
-            "image": Space(np.uint8, (*self._size, 3)),
-            "direction": Space(np.int32, (), 0, 4),
-            **SIGNALS,
-        }
-
-    @property
-    def act_space(self) -> Spaces:
-        """Turn left or right, go forward, pick up, drop, toggle, done."""
-        return class_action(int(self._env.action_space.n))  # type: ignore[attr-defined]
-
-    def step(self, action: dict[str, Array]) -> dict[str, Array]:
-        """Steps, or makes a new grid."""
-        if self._done or action["reset"]:
-            obs, _ = self._env.reset(seed=self._seed)
-            self._seed = None
-            self._done = False
-            return self._observe(obs, 0.0, is_first=True)
-        obs, reward, terminated, truncated, _ = self._env.step(int(action["action"]))
-        self._done = bool(terminated or truncated)
-        return self._observe(obs, float(reward), is_terminal=bool(terminated))
-
-    def close(self) -> None:
-        """Closes the environment."""
-        self._env.close()
-
-    def _observe(
-        self,
-        obs: dict[str, Array],
-        reward: float,
-        is_first: bool = False,
-        is_terminal: bool = False,
-    ) -> dict[str, Array]:
-        grid = self._env.unwrapped
-        frame = grid.get_frame(  # type: ignore[attr-defined]
-            highlight=self._full, tile_size=self._tile, agent_pov=not self._full
-        )
-        return {
-            "image": rendering.resize(frame, self._size),
-            "direction": np.int32(obs["direction"]),
-            **signals(reward, is_first, self._done, is_terminal),
-        }
+    env = _make(_find_id(task))
+    grid = env.unwrapped
+    cells = grid.width if full else grid.agent_view_size  # type: ignore[attr-defined]
+    # Drawn at least as large as the image.
+    tile = max(4, -(-max(size) // cells))
+    seen = (RGBImgObsWrapper if full else RGBImgPartialObsWrapper)(env, tile)
+    return FromGym(
+        FilterObservation(seen, ("image", "direction")), seed=seed, size=size
+    )
 
 
 def _make(name: str) -> gymnasium.Env:

@@ -5,12 +5,11 @@ Runs in the process that steps it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from embodied.base import Env, Spaces
-from embodied.envs.keys import SIGNALS, check_at_least, class_action, signals
+from embodied.base import Array, Spaces
+from embodied.envs.game import Game
+from embodied.envs.keys import SIGNALS, check_at_least
 from embodied.envs.registry import check_task
 from embodied.space import Space
 
@@ -60,7 +59,7 @@ _FLOOR = (255, 255, 255)
 _AGENT = (0, 0, 0)
 
 
-class PinPad(Env):
+class PinPad(Game):
     """Step on all pads, each of another colour, in an order to be found out.
 
     Stepping on a pad activates it and adds it to the history, which is drawn below the
@@ -89,28 +88,17 @@ class PinPad(Env):
             raise ValueError(
                 f"Expected a size of multiples of {rows} and {columns}, got {size}."
             )
+        super().__init__(len(MOVES))
         self._scale = (int(size[0]) // rows, int(size[1]) // columns)
         self._length = length
         self._rng = np.random.default_rng(seed)
         self._places = [_PLACES[place] for place in _ORDERS[task].split()]
         self._pads = _pads(self._places)
         self._room = _room(self._pads)
-        self._free = np.argwhere(self._floor_mask() & (self._pads < 0))
+        self._free = np.argwhere(self._pads[1:-1, 1:-1] < 0) + 1
         self._history: list[int] = []
         self._agent = (0, 0)
         self._count = 0
-        self._done = True
-
-    @property
-    def order(self) -> tuple[tuple[int, int], ...]:
-        """Middle cells (row, column) of the pads, in the right order."""
-        half = PAD // 2
-        return tuple((row + half, column + half) for row, column in self._places)
-
-    @property
-    def agent(self) -> tuple[int, int]:
-        """The agent's cell (row, column)."""
-        return self._agent
 
     @property
     def obs_space(self) -> Spaces:
@@ -119,50 +107,38 @@ class PinPad(Env):
         shape = ((HEIGHT + HISTORY) * height, WIDTH * width, 3)
         return {"image": Space(np.uint8, shape), **SIGNALS}
 
-    @property
-    def act_space(self) -> Spaces:
-        """Stay, up, down, left, right."""
-        return class_action(len(MOVES))
+    def _start(self) -> dict[str, Array]:
+        self._count = 0
+        self._place()
+        return self._observe()
 
-    def step(self, action: dict[str, Any]) -> dict[str, Any]:
-        """Moves by one cell, or starts an episode."""
-        if self._done or action["reset"]:
-            self._count = 0
-            self._done = False
-            self._start()
-            return self._observe(0.0, is_first=True)
-        down, right = MOVES[int(action["action"])]
+    def _play(self, action: int) -> tuple[dict[str, Array], float, bool, bool]:
+        """Moves by one cell, unless a wall is there."""
+        down, right = MOVES[action]
         row, column = self._agent[0] + down, self._agent[1] + right
-        if self._floor_mask()[row, column]:
+        if 0 < row < HEIGHT - 1 and 0 < column < WIDTH - 1:
             self._agent = (row, column)
         pad = int(self._pads[self._agent])
         if pad >= 0 and self._history[-1:] != [pad]:
             self._history = [*self._history, pad][-len(self._places) :]
         solved = self._history == list(range(len(self._places)))
         if solved:
-            self._start()
+            self._place()
         self._count += 1
-        self._done = self._count >= self._length
-        return self._observe(REWARD if solved else 0.0)
+        return self._observe(), REWARD * solved, self._count >= self._length, False
 
-    def _start(self) -> None:
+    def _place(self) -> None:
         row, column = self._free[self._rng.integers(len(self._free))]
         self._agent = (int(row), int(column))
         self._history = []
 
-    def _floor_mask(self) -> np.ndarray:
-        mask = np.zeros((HEIGHT, WIDTH), bool)
-        mask[1:-1, 1:-1] = True
-        return mask
-
-    def _observe(self, reward: float, is_first: bool = False) -> dict[str, Any]:
+    def _observe(self) -> dict[str, Array]:
         cells = self._room.copy()
         # A pad under the agent can still be seen from its other cells.
         cells[self._agent] = _AGENT
         for index, pad in enumerate(self._history):
             cells[HEIGHT:, 2 * index : 2 * index + 2] = _COLORS[pad]
-        image = cells.repeat(self._scale[0], 0).repeat(self._scale[1], 1)
-        return {"image": image, **signals(reward, is_first, self._done)}
+        return {"image": cells.repeat(self._scale[0], 0).repeat(self._scale[1], 1)}
 
 
 def _pads(places: list[tuple[int, int]]) -> np.ndarray:

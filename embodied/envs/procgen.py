@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import procgen
 
-from embodied.base import Array, Env, Spaces
-from embodied.envs import rendering
-from embodied.envs.keys import SIGNALS, class_action, signals
+from embodied.base import Array, Spaces
+from embodied.envs.game import Game
+from embodied.envs.keys import SIGNALS, check_choice
 from embodied.envs.registry import check_task
+from embodied.images import resize_image
 from embodied.space import Space
 
 GAMES = (
@@ -23,7 +24,7 @@ NATIVE = (64, 64)  # Size of images that the games draw for agents.
 RESIZERS = ("pillow",)
 
 
-class ProcGen(Env):
+class ProcGen(Game):
     """A game with a new level in every episode, out of all levels of the hard mode.
 
     The game starts its next level by itself and does not show the end of the last one,
@@ -45,17 +46,14 @@ class ProcGen(Env):
         seed: int = 0,
     ):
         check_task("procgen game", task, GAMES)
-        if resize not in RESIZERS:
-            raise ValueError(
-                f"Expected resize to be one of {RESIZERS}, got {resize!r}."
-            )
+        check_choice("resize", resize, RESIZERS)
+        super().__init__(ACTIONS)
         self._task = task
         self._size = (int(size[0]), int(size[1]))
         self._large = self._size != NATIVE
         self._rng = np.random.default_rng(seed)
         self._env = self._make()
         self._fresh = True  # Whether the game shows the start of a level.
-        self._done = True
         self._image = np.zeros((*self._size, 3), np.uint8)
 
     @property
@@ -63,33 +61,27 @@ class ProcGen(Env):
         """An image."""
         return {"image": Space(np.uint8, (*self._size, 3)), **SIGNALS}
 
-    @property
-    def act_space(self) -> Spaces:
-        """The index of a combination of keys."""
-        return class_action(ACTIONS)
-
-    def step(self, action: dict[str, Array]) -> dict[str, Array]:
-        """Steps, or starts a level."""
-        if self._done or action["reset"]:
-            if not self._fresh:
-                # Games cannot be told to start over.
-                self._env.close()
-                self._env = self._make()
-            _, obs, _ = self._env.observe()
-            self._image = self._draw(obs)
-            self._done = False
-            self._fresh = False
-            return self._observe(0.0, is_first=True)
-        self._env.act(np.array([action["action"]], np.int32))
-        rewards, obs, firsts = self._env.observe()
-        self._done = self._fresh = bool(firsts[0])
-        if not self._done:
-            self._image = self._draw(obs)
-        return self._observe(float(rewards[0]))
-
     def close(self) -> None:
         """Closes the game."""
         self._env.close()
+
+    def _start(self) -> dict[str, Array]:
+        if not self._fresh:
+            # Games cannot be told to start over.
+            self._env.close()
+            self._env = self._make()
+        self._fresh = False
+        _, obs, _ = self._env.observe()
+        self._image = self._draw(obs)
+        return {"image": self._image}
+
+    def _play(self, action: int) -> tuple[dict[str, Array], float, bool, bool]:
+        self._env.act(np.array([action], np.int32))
+        rewards, obs, firsts = self._env.observe()
+        self._fresh = bool(firsts[0])
+        if not self._fresh:
+            self._image = self._draw(obs)
+        return {"image": self._image}, float(rewards[0]), self._fresh, self._fresh
 
     def _make(self) -> Any:
         return procgen.ProcgenGym3Env(
@@ -104,8 +96,4 @@ class ProcGen(Env):
     def _draw(self, obs: dict[str, Array]) -> np.ndarray:
         if not self._large:
             return np.array(obs["rgb"][0])
-        return rendering.resize(self._env.get_info()[0]["rgb"], self._size)
-
-    def _observe(self, reward: float, is_first: bool = False) -> dict[str, Array]:
-        episode = signals(reward, is_first, self._done, is_terminal=self._done)
-        return {"image": self._image, **episode}
+        return resize_image(self._env.get_info()[0]["rgb"], self._size)

@@ -139,7 +139,7 @@ _SUITES = (
     ),
     Suite(
         "minigrid",
-        "embodied.envs.minigrid:MiniGrid",
+        "embodied.envs.minigrid:make_minigrid",
         "Grid rooms with doors and keys, such as minigrid_DoorKey-5x5.",
         extra="minigrid",
     ),
@@ -278,22 +278,17 @@ def adapt_batch(
       options: as for `adapt`.
     """
     vector = options.get("vector", "none")
-    kwargs = options.get("kwargs", {})
-    if not takes(factory, "num_envs"):
-        if vector == "none" or len(seeds) == 1:
-            return None
-        gym_vector = importlib.import_module("embodied.envs.gym_vector")
-        seeded = takes(factory, "seed")
-        each = [
-            functools.partial(factory, **kwargs, **({"seed": seed} if seeded else {}))
-            for seed in seeds
-        ]
+    several = takes(factory, "num_envs")
+    if not several and (vector == "none" or len(seeds) == 1):
+        return None
+    gym_vector = importlib.import_module("embodied.envs.gym_vector")
+    kwargs = [_arguments(factory, seed, options) for seed in seeds]
+    if not several:
+        each = [functools.partial(factory, **x) for x in kwargs]
         return gym_vector.make_vector_of(each, seeds, vector, options)
-    seed = {"seed": seeds[0]} if takes(factory, "seed") else {}
-    env = factory(**{**kwargs, **seed, "num_envs": len(seeds)})
+    env = factory(**kwargs[0], num_envs=len(seeds))
     if isinstance(env, BatchEnv):
         return env
-    gym_vector = importlib.import_module("embodied.envs.gym_vector")
     # The first seed is for all, since few vector environments take more.
     return gym_vector.from_vector(env, seeds[:1], options)
 
@@ -399,20 +394,14 @@ def adapt(
     batch = adapt_batch(factory, [seed], options)
     if batch is not None:
         return importlib.import_module("embodied.envs.gym_vector").SingleEnv(batch)
-    gym_options = dict(options)
-    kwargs = dict(gym_options.pop("kwargs", {}))
-    # Callables written in C may have no signature.
-    with contextlib.suppress(ValueError):
-        signature = inspect.signature(factory)
-        if "seed" in signature.parameters:
-            kwargs = {**kwargs, "seed": seed}
-        _check_call(task, signature, kwargs)
+    kwargs = _arguments(factory, seed, options)
+    _check_call(task, factory, kwargs)
     env = factory(**kwargs)
     if all(hasattr(env, key) for key in ("obs_space", "act_space", "step")):
         return env
     from_gym = importlib.import_module("embodied.envs.from_gym")
     if from_gym.is_gym_env(env):
-        return from_gym.FromGym(env, seed=seed, **gym_options)
+        return from_gym.FromGym(env, seed=seed, **{**options, "kwargs": None})
     from_dm = importlib.import_module("embodied.envs.from_dm")
     if from_dm.is_dm_env(env):
         return from_dm.FromDM(env)
@@ -430,9 +419,19 @@ def _is_dm_task(module_name: str) -> bool:
     return importlib.util.find_spec(module_name.partition(".")[0]) is None
 
 
-def _check_call(
-    task: str, signature: inspect.Signature, kwargs: dict[str, Any]
-) -> None:
+def _arguments(
+    factory: Callable[..., Any], seed: int, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments of a factory: the option `kwargs`, and a seed if taken."""
+    seeded = {"seed": seed} if takes(factory, "seed") else {}
+    return {**options.get("kwargs", {}), **seeded}
+
+
+def _check_call(task: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # Callables written in C may have none.
+        return
     try:
         signature.bind(**kwargs)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Draws MuJoCo scenes, also without a display, and resizes images. Env processes."""
+"""Draws MuJoCo scenes, also without a display. Env processes."""
 
 from __future__ import annotations
 
@@ -53,23 +53,6 @@ def render(physics: Any, size: tuple[int, int], camera: int | str) -> np.ndarray
         return physics.render(height, width, camera_id=camera)
     except (RuntimeError, ImportError, AttributeError) as error:
         raise failure(error) from error
-
-
-def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Resizes an image [H, W] or [H, W, 3] uint8 to height and width, read-only."""
-    from PIL import Image
-
-    height, width = size
-    resized = Image.fromarray(image).resize((width, height), Image.Resampling.BILINEAR)
-    return np.asarray(resized)
-
-
-def resize_planes(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Resizes an image [H, W, C] uint8, of any number of channels."""
-    if image.shape[2] == 3:  # Pillow takes three channels or one.
-        return resize(image, size)
-    planes = np.moveaxis(image, 2, 0)
-    return np.stack([resize(plane, size) for plane in planes], axis=2)
 
 
 def failure(error: BaseException) -> RenderingUnavailable:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -11,14 +10,12 @@ import os
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from embodied.logger.output import Output, Summary, rows_by_step
 
 _STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
-_BLOCK = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +65,7 @@ class JSONLOutput(Output):
 
     def rewind(self, step: int) -> None:
         """Removes the lines of later steps."""
-        kept, removed = _kept_lines(self._path, step)
+        start, removed, kept = _later_lines(self._path, step)
         if not removed:
             return
         _log.info(
@@ -77,17 +74,16 @@ class JSONLOutput(Output):
             removed,
             step,
         )
-        if len(kept) == 1:
+        if not kept:
             # The usual case: the removed lines are the end of the file.
-            os.truncate(self._file.fileno(), kept[0][1])
+            os.truncate(self._file.fileno(), start)
             return
         # In files of earlier versions, steps go back at every resume.
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             with self._path.open("rb") as source, temporary.open("wb") as target:
-                for start, stop in kept:
-                    source.seek(start)
-                    _copy(source, target, stop - start)
+                target.write(source.read(start))
+                target.writelines(kept)
             os.replace(temporary, self._path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -116,46 +112,35 @@ def _number(value: np.ndarray) -> int | float | None:
     return number if math.isfinite(number) else None
 
 
-def _kept_lines(path: pathlib.Path, last: int) -> tuple[list[tuple[int, int]], int]:
-    """Finds the lines of steps up to `last`, and the lines without a step.
+def _later_lines(path: pathlib.Path, last: int) -> tuple[int, int, list[bytes]]:
+    """Finds the lines of steps after `last`.
 
     Returns:
-      Their ranges of bytes, and the number of other lines. The first range begins at 0
-      and may be empty.
+      The position of the first of them, their number, and the other lines after the
+      first, of earlier steps or without a step.
     """
-    ranges, removed, position = [(0, 0)], 0, 0
+    start, removed, kept, position = 0, 0, [], 0
     with path.open("rb") as file:
         for line in file:
-            end = position + len(line)
             match = _STEP.match(line)
             if match and int(match[1]) > last:
+                start = start if removed else position
                 removed += 1
-            elif ranges[-1][1] == position:
-                ranges[-1] = (ranges[-1][0], end)
-            else:
-                ranges.append((position, end))
-            position = end
-    return ranges, removed
-
-
-def _copy(source: Any, target: Any, amount: int) -> None:
-    while amount > 0:
-        block = source.read(min(amount, _BLOCK))
-        if not block:
-            raise OSError(errno.EIO, "The file was truncated while it was copied")
-        target.write(block)
-        amount -= len(block)
+            elif removed:
+                kept.append(line)
+            position += len(line)
+    return start, removed, kept
 
 
 def _repair(path: pathlib.Path) -> None:
     """Completes a last line that lacks its newline, or removes it if cut off."""
     if not path.is_file():
         return
+    start, tail = 0, b""
     with path.open("r+b") as file:
-        start = _last_line_start(file)
-        file.seek(start)
-        tail = file.read()
-        if not tail:
+        for line in file:
+            start, tail = start + len(tail), line
+        if not tail or tail.endswith(b"\n"):
             return
         try:
             whole = isinstance(json.loads(tail), dict)
@@ -165,16 +150,3 @@ def _repair(path: pathlib.Path) -> None:
             file.write(b"\n")
         else:
             file.truncate(start)
-
-
-def _last_line_start(file: Any) -> int:
-    """Returns the position after the last newline, reading backwards in blocks."""
-    position = file.seek(0, os.SEEK_END)
-    while position > 0:
-        start = max(0, position - 65536)
-        file.seek(start)
-        newline = file.read(position - start).rfind(b"\n")
-        if newline >= 0:
-            return int(start + newline + 1)
-        position = start
-    return 0

@@ -149,18 +149,17 @@ class _Guarded:
             self._recover()
 
     def rewind(self, step: int) -> None:
-        try:
-            if hasattr(self._output, "rewind"):
-                self._output.rewind(step)
-        except Exception as error:
-            self._report("rewind", error)
+        self._attempt("rewind", step)
 
     def close(self) -> None:
+        self._attempt("close")
+
+    def _attempt(self, method: str, *args: Any) -> None:
         try:
-            if hasattr(self._output, "close"):
-                self._output.close()
+            if hasattr(self._output, method):
+                getattr(self._output, method)(*args)
         except Exception as error:
-            self._report("close", error)
+            self._report(method, error)
 
     def _report(self, method: str, error: Exception) -> None:
         # The error number tells a full disk from, say, a missing permission.

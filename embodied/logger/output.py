@@ -79,25 +79,16 @@ class AsyncOutput(Output):
 
     Args:
       pattern: regular expression that a metric's whole name must match.
-      queue_size: number of calls that may wait to be written.
-      stall_timeout: seconds without progress after which a full queue raises
-        `TimeoutError` at once instead of blocking the caller.
-      close_timeout: seconds that `close` waits for the queue to drain.
     """
 
-    def __init__(
-        self,
-        pattern: str = ".*",
-        queue_size: int = 16,
-        stall_timeout: float = 300.0,
-        close_timeout: float = 60.0,
-    ):
+    QUEUE_SIZE = 16  # Number of calls that may wait to be written.
+    # After this long without progress, a full queue raises `TimeoutError` at once
+    # instead of blocking the caller.
+    STALL_SECONDS = 300.0
+    CLOSE_SECONDS = 60.0  # How long `close` waits for the queue to drain.
+
+    def __init__(self, pattern: str = ".*"):
         super().__init__(pattern)
-        if queue_size < 1:
-            raise ValueError(f"Expected a queue_size of at least 1, got {queue_size}.")
-        self._queue_size = queue_size
-        self._stall_timeout = stall_timeout
-        self._close_timeout = close_timeout
         # The condition guards everything below.
         self._condition = threading.Condition()
         self._waiting: collections.deque[list[Summary]] = collections.deque()
@@ -131,14 +122,14 @@ class AsyncOutput(Output):
         if thread is None:
             self._close()
             return
-        thread.join(self._close_timeout)
+        thread.join(self.CLOSE_SECONDS)
         with self._condition:
             lost = len(self._waiting)
             self._waiting.clear()
             error, self._error = self._error, None
         if thread.is_alive():
             raise TimeoutError(
-                f"{type(self).__name__} was not done {self._close_timeout:g} s after "
+                f"{type(self).__name__} was not done {self.CLOSE_SECONDS:g} s after "
                 f"it was closed; {lost + 1} writes may be lost."
             )
         if error:
@@ -152,12 +143,12 @@ class AsyncOutput(Output):
 
     def _wait_for_room(self) -> None:
         """Waits for room in the queue. The caller holds the condition."""
-        while len(self._waiting) >= self._queue_size and not self._closing:
-            remaining = self._progress + self._stall_timeout - time.monotonic()
+        while len(self._waiting) >= self.QUEUE_SIZE and not self._closing:
+            remaining = self._progress + self.STALL_SECONDS - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError(
                     f"{type(self).__name__} has written nothing for more than "
-                    f"{self._stall_timeout:g} s and {len(self._waiting)} writes wait: "
+                    f"{self.STALL_SECONDS:g} s and {len(self._waiting)} writes wait: "
                     "this one was dropped. Check the disk or the network it "
                     "writes to."
                 )
@@ -238,12 +229,6 @@ def encode_png(image: np.ndarray) -> bytes:
     """
     import PIL.Image
 
-    valid = image.ndim == 2 or (image.ndim == 3 and image.shape[-1] in (1, 3, 4))
-    if image.dtype != np.uint8 or not valid or image.size == 0:
-        raise ValueError(
-            "Expected an image [H, W] or [H, W, C] of dtype uint8 with 1, 3 or 4 "
-            f"channels, got shape {image.shape} and dtype {image.dtype}."
-        )
     buffer = io.BytesIO()
     PIL.Image.fromarray(_without_single_channel(image, 3)).save(buffer, "PNG")
     return buffer.getvalue()
@@ -261,14 +246,6 @@ def encode_gif(video: np.ndarray, fps: float) -> bytes:
     """
     import PIL.Image
 
-    valid = video.ndim == 4 and video.shape[-1] in (1, 3)
-    if video.dtype != np.uint8 or not valid or video.size == 0:
-        raise ValueError(
-            "Expected a video [T, H, W, C] of dtype uint8 with 1 or 3 channels, got "
-            f"shape {video.shape} and dtype {video.dtype}."
-        )
-    if not fps > 0:
-        raise ValueError(f"Expected a positive fps, got {fps}.")
     frames = [PIL.Image.fromarray(x) for x in _without_single_channel(video, 4)]
     buffer = io.BytesIO()
     frames[0].save(

@@ -15,9 +15,7 @@ from embodied.logger.output import Output, Summary, compile_pattern
 
 WIDTH = 100  # Maximum number of characters of a line.
 BAR = 10  # Characters of the bar.
-PAUSE_SECONDS = (
-    10.0  # Seconds. Longer pauses, such as to compile, do not count in rates.
-)
+PAUSE_SECONDS = 10.0  # Longer pauses, such as to compile, do not count in rates.
 BOTTLENECK = "parallel/bottleneck"  # Its text is `ROLE: REASON`, or a phase of the run.
 # Short names of metrics on the line, the most important first.
 SHORT_NAMES = {

@@ -35,7 +35,6 @@ class WandbOutput(AsyncOutput):
       config: values shown with the run; a mapping or an `elements.Config`.
       pattern: regular expression that a metric's whole name must match.
       fps: frames per second of videos.
-      project: wandb project. Default: as wandb decides (WANDB_PROJECT).
       options: further arguments of `wandb.init`.
     """
 
@@ -46,7 +45,6 @@ class WandbOutput(AsyncOutput):
         config: Mapping[str, Any] | None = None,
         pattern: str = ".*",
         fps: float = 15,
-        project: str | None = None,
         **options: Any,
     ):
         super().__init__(pattern)
@@ -67,7 +65,6 @@ class WandbOutput(AsyncOutput):
         }
         self._run: Any = wandb.init(
             name=name,
-            project=project,
             dir=str(folder),
             config=dict(getattr(config, "flat", config) or {}),
             **options,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from embodied.base import Array, BatchEnv, Env, Spaces
+from embodied.images import resize_image
 from embodied.space import Space
 from embodied.wrappers.checking import Step, ValueCheck, check_keys, check_numeric
 from embodied.wrappers.value_wrappers import (
     ClipAction,
     NormalizeAction,
     is_image,
-    resize_image,
+    resized_space,
     unified_space,
 )
 
@@ -49,7 +50,9 @@ class FitBatch(BatchEnv):
                 space = clip.act_space[key]
             self._act_space[key] = unified_space(space, "action", key, one)
         self._obs_space = {
-            key: unified_space(self._resized(space), "observation", key, one)
+            key: resized_space(space, size)
+            if size is not None and is_image(space)
+            else unified_space(space, "observation", key, one)
             for key, space in self._inner_obs.items()
         }
         passes = nonfinite == "pass"
@@ -87,11 +90,6 @@ class FitBatch(BatchEnv):
     def close(self) -> None:
         """Closes the batch."""
         self._envs.close()
-
-    def _resized(self, space: Space) -> Space:
-        if self._size is None or not is_image(space):
-            return space
-        return Space(np.uint8, (*self._size, space.shape[2]))
 
     def _rows(self, space: Space) -> Space:
         """Returns the space of all rows of a batch."""

@@ -125,16 +125,6 @@ class CheckSpaces(Wrapper):
             for key, space in act_space.items()
         }
 
-    @property
-    def obs_space(self) -> Spaces:
-        """Spaces of the wrapped environment."""
-        return dict(self._obs_space)
-
-    @property
-    def act_space(self) -> Spaces:
-        """Spaces of the wrapped environment."""
-        return dict(self._act_space)
-
     def step(self, action: Step) -> Step:
         """Checks the action, steps, and checks the observation."""
         if "reset" not in action or not action["reset"]:

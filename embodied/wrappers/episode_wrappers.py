@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 
 from embodied.base import Env, Spaces
+from embodied.images import resize_image
 from embodied.space import Space
 from embodied.wrappers.checking import SpaceError, Step, Wrapper, brief, env_name
-from embodied.wrappers.value_wrappers import resize_image
 
 _logger = logging.getLogger(__name__)
 
@@ -202,18 +202,17 @@ class AddFrames(Wrapper):
       env: environment with a method `render` that returns an image [H, W, 3] uint8.
       active: whether to draw; otherwise frames are black, as for all but one of
         several environments.
-      longest: maximum height and width; larger frames are scaled down.
 
     Raises:
       NotRenderable: the environment has no such method, or the method fails.
     """
 
     KEY = "log/frame"
+    LONGEST = 320  # Height and width; larger frames are scaled down.
 
-    def __init__(self, env: Env, active: bool = True, longest: int = 320):
+    def __init__(self, env: Env, active: bool = True):
         super().__init__(env)
         self._active = active
-        self._longest = longest
         if not hasattr(env, "render"):
             raise NotRenderable("it has no method render")
         actions = super().act_space.items()
@@ -244,10 +243,9 @@ class AddFrames(Wrapper):
                 f"render returned {brief(frame)}, not an image [H, W, 3] uint8"
             )
         longest = max(frame.shape[:2])
-        if longest > self._longest:
+        if longest > self.LONGEST:
             height, width = (
-                max(1, round(side * self._longest / longest))
-                for side in frame.shape[:2]
+                max(1, round(side * self.LONGEST / longest)) for side in frame.shape[:2]
             )
             frame = resize_image(frame, (height, width))
         return frame

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
 
 from embodied.base import Array, Env, Spaces
+from embodied.images import resize_image
 from embodied.space import Space
 from embodied.wrappers.checking import SpaceError, Step, Wrapper, check_numeric
 
@@ -145,55 +145,46 @@ class UnifyDtypes(Wrapper):
 
     def __init__(self, env: Env):
         super().__init__(env)
-        self._env_obs_space = check_numeric(super().obs_space, "observation", env)
-        self._env_act_space = check_numeric(super().act_space, "action", env)
-        self._obs_space = {
-            key: unified_space(space, "observation", key, env)
-            for key, space in self._env_obs_space.items()
-        }
-        self._act_space = {
-            key: unified_space(space, "action", key, env)
-            for key, space in self._env_act_space.items()
-        }
-        self._obs_keys = _changed(self._env_obs_space, self._obs_space)
-        self._act_keys = _changed(self._env_act_space, self._act_space)
+        # Spaces before and after the conversion, where they differ.
+        self._obs = _conversions(super().obs_space, "observation", env)
+        self._act = _conversions(super().act_space, "action", env)
 
     @property
     def converts(self) -> bool:
         """Whether there is a dtype to convert."""
-        return bool(self._obs_keys or self._act_keys)
+        return bool(self._obs or self._act)
 
     @property
     def obs_space(self) -> Spaces:
         """Spaces of the wrapped environment, in the unified dtypes."""
-        return dict(self._obs_space)
+        return {**super().obs_space, **{key: x for key, (_, x) in self._obs.items()}}
 
     @property
     def act_space(self) -> Spaces:
         """Spaces of the wrapped environment, in the unified dtypes."""
-        return dict(self._act_space)
+        return {**super().act_space, **{key: x for key, (_, x) in self._act.items()}}
 
     def step(self, action: Step) -> Step:
         """Converts the action, steps, and converts the observation."""
         if not action.get("reset"):
-            action = dict(action)
-            for key in self._act_keys & action.keys():
-                action[key] = self._cast_action(key, action[key])
+            keys = self._act.keys() & action.keys()
+            cast = {key: self._cast_action(key, action[key]) for key in keys}
+            action = {**action, **cast}
         obs = self.env.step(action)
-        if not (self._obs_keys and isinstance(obs, dict)):
+        if not (self._obs and isinstance(obs, dict)):
             return obs
         obs = dict(obs)
-        for key in self._obs_keys & obs.keys():
+        for key in self._obs.keys() & obs.keys():
+            inner, outer = self._obs[key]
             # Values that are not as declared are left for CheckSpaces to report.
-            if np.asarray(obs[key]).dtype == self._env_obs_space[key].dtype:
-                space = self._obs_space[key]
-                obs[key] = self._cast("observation", key, obs[key], space)
+            if np.asarray(obs[key]).dtype == inner.dtype:
+                obs[key] = self._cast("observation", key, obs[key], outer)
         return obs
 
     def _cast_action(self, key: str, value: Array) -> np.ndarray:
-        inner = self._env_act_space[key]
+        inner, outer = self._act[key]
         cast = self._cast("action", key, value, inner)
-        if inner.dtype.kind == "f" and value in self._act_space[key]:
+        if inner.dtype.kind == "f" and value in outer:
             # A value that float32 rounded to a bound may be beyond it in a wider dtype.
             cast = np.clip(cast, *inner.limits)
         return cast
@@ -237,8 +228,17 @@ def unified_space(space: Space, kind: str, key: str, env: Env) -> Space:
     return Space(np.int32, space.shape, low, high + 1)
 
 
-def _changed(before: Spaces, after: Spaces) -> set[str]:
-    return {key for key, space in after.items() if space.dtype != before[key].dtype}
+def _conversions(spaces: Spaces, kind: str, env: Env) -> dict[str, tuple[Space, Space]]:
+    """Returns the spaces that agents cannot take, and those to convert them to."""
+    unified = {
+        key: unified_space(space, kind, key, env)
+        for key, space in check_numeric(spaces, kind, env).items()
+    }
+    return {
+        key: (space, unified[key])
+        for key, space in spaces.items()
+        if space.dtype != unified[key].dtype
+    }
 
 
 class ResizeImage(Wrapper):
@@ -247,37 +247,25 @@ class ResizeImage(Wrapper):
     Args:
       env: the environment.
       size: height and width.
-      pattern: regular expression that the whole key must match.
     """
 
-    def __init__(self, env: Env, size: tuple[int, int], pattern: str = ".*"):
+    def __init__(self, env: Env, size: tuple[int, int]):
         super().__init__(env)
         self._size = (int(size[0]), int(size[1]))
         if min(self._size) < 1:
             raise ValueError(f"Expected a positive height and width, got {size}.")
-        spaces = super().obs_space
-        images = [key for key, space in spaces.items() if is_image(space)]
-        matched = [key for key in images if re.fullmatch(pattern, key)]
-        if not matched:
-            raise SpaceError.of(
-                "observation",
-                pattern,
-                env,
-                "an image (3 dimensions, uint8) whose key matches",
-                f"the images {images} among {sorted(spaces)}",
-                "Change the pattern, or leave this wrapper out.",
-            )
-        self._keys = [key for key in matched if spaces[key].shape[:2] != self._size]
+        self._keys = [
+            key
+            for key, space in super().obs_space.items()
+            if is_image(space) and space.shape[:2] != self._size
+        ]
 
     @property
     def obs_space(self) -> Spaces:
         """Spaces of the wrapped environment, images in the new size."""
         spaces = super().obs_space
-        for key in self._keys:
-            low, high = spaces[key].limits
-            shape = (*self._size, spaces[key].shape[2])
-            spaces[key] = Space(np.uint8, shape, low.min(), int(high.max()) + 1)
-        return spaces
+        resized = {key: resized_space(spaces[key], self._size) for key in self._keys}
+        return {**spaces, **resized}
 
     def step(self, action: Step) -> Step:
         """Steps, and resizes the images."""
@@ -288,18 +276,11 @@ class ResizeImage(Wrapper):
         }
 
 
-def resize_image(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Resizes an image [H, W, C] uint8 to height and width."""
-    # Imported here, so that importing the framework does not import Pillow.
-    from PIL import Image
-
-    # Pillow takes three channels or one; others are resized channel by channel.
-    planes = [image] if image.shape[2] == 3 else list(np.moveaxis(image, 2, 0))
-    resized = [
-        np.asarray(Image.fromarray(plane).resize(size[::-1], Image.Resampling.BILINEAR))
-        for plane in planes
-    ]
-    return resized[0] if image.shape[2] == 3 else np.stack(resized, axis=2)
+def resized_space(space: Space, size: tuple[int, int]) -> Space:
+    """Returns the space of images of another size."""
+    low, high = space.limits
+    shape = (*size, space.shape[2])
+    return Space(np.uint8, shape, low.min(), int(high.max()) + 1)
 
 
 def is_image(space: Space) -> bool:

@@ -92,9 +92,9 @@ class TestHead:
 
     def test_room(self):
         nodes = [{"CPU": 2.0, "memory": 1e9, "node:10.0.0.1": 1.0}, {"GPU": 1.0}]
-        check_room({"CPU": 2.0}, nodes, "ray.head_resources", "head")
+        check_room({"CPU": 2.0}, nodes)
         with pytest.raises(ConfigError) as info:
-            check_room({"CPU": 1.0, "GPU": 1.0}, nodes, "ray.head_resources", "head")
+            check_room({"CPU": 1.0, "GPU": 1.0}, nodes)
         shown = str(info.value)
         assert "CPU=1 GPU=1" in shown and "got nodes with CPU=2; GPU=1." in shown
 

@@ -11,8 +11,7 @@ from parallel_testing import wait_until
 from dreamerv3.cli.config import load_config
 from dreamerv3.cluster import ray_driver
 from dreamerv3.cluster.bundle_actor import Outcome, Place
-from dreamerv3.cluster.bundles import make_env_bundles
-from dreamerv3.cluster.placed_bundle import explain_loss
+from dreamerv3.cluster.bundles import explain_loss, make_env_bundles
 from dreamerv3.cluster.ray_driver import ClusterRun
 from dreamerv3.cluster.run_keys import make_keys
 from embodied.run.parallel.replicas import EXIT_START_AGAIN
@@ -25,7 +24,7 @@ GANG = [f"replica {replica}, {name}" for replica in (0, 1) for name in (FIRST, S
 
 
 def place(address="10.0.0.1", sees=True):
-    return Place("id", "machine", address, (21001, 21002, 21003, 21004), sees)
+    return Place("machine", address, (21001, 21002, 21003, 21004), sees)
 
 
 class Run:

@@ -112,8 +112,9 @@ def test_spaces_are_flattened():
         "is_last": ((), "bool"),
         "is_terminal": ((), "bool"),
     }
-    assert spaces["level"].low.tolist() == [0, -3]
-    assert spaces["level"].high.tolist() == [10, 4]
+    # Not from -3, since -1 would mean that the observation is missing.
+    assert spaces["level"].low.tolist() == [0, 0]
+    assert spaces["level"].high.tolist() == [10, 7]
     assert np.full((4, 4, 3), 255, np.uint8) in spaces["image"]
 
 
@@ -124,6 +125,7 @@ def test_episodes_pass_all_checks():
     assert lasts == [5, 11, 17, 23, 29]
     assert terminals == [11, 23]
     assert history[3]["reward"] == 1.5
+    assert history[3]["level"].tolist() == [3, 0]
 
 
 def test_continuous_actions_keep_their_bounds():
@@ -145,6 +147,7 @@ def test_integer_actions_count_from_zero():
     number, booleans = inner.actions[0]
     assert number == -1
     assert number.dtype == np.int64
+    assert {-1: "left"}[number] == "left"
     assert booleans.tolist() == [True, False]
 
 

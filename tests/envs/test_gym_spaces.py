@@ -13,7 +13,7 @@ from suite_testing import RESET
 from embodied import Space
 from embodied.envs.from_gym import FromGym
 from embodied.envs.keys import UnsupportedSpace, hash_words
-from embodied.wrappers import UnifyDtypes
+from embodied.wrappers import SpaceError, UnifyDtypes, wrap
 
 STANDARD = {"reward", "is_first", "is_last", "is_terminal"}
 FLOATS = (np.float16, np.float32, np.float64)
@@ -280,6 +280,13 @@ def test_other_arrays_become_what_networks_take(space, expected):
     obs = env.step(RESET)["obs"]
     assert obs in expected
     np.testing.assert_array_equal(obs.ravel(), gym_env.observation.ravel())
+
+
+def test_values_beyond_the_dtype_are_not_wrapped_around():
+    env = wrap(FromGym(gym_env := Echo(box((2, 3, 4), np.int8, low=0, high=2))))
+    gym_env.observation_space.sample = lambda: np.full((2, 3, 4), 257)
+    with pytest.raises(SpaceError, match=r"'obs'.*int64"):
+        env.step(RESET)
 
 
 def test_texts_are_classes_of_words():

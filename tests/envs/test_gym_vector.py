@@ -108,7 +108,7 @@ def test_a_vector_of_single_environments_is_what_they_are(task, key):
 
 def test_an_environment_in_the_middle_of_its_episode_resets_all():
     env = Count(3)
-    batch = VectorGym(env, lambda: env.reset(seed=1), info_keys=["none", "lives"])
+    batch = VectorGym(env, 1, info_keys=["none", "lives"])
     action = {"action": np.zeros((3, 2), np.int32)}
     first = batch.step({"reset": np.ones(3, bool), **action})
     assert first["is_first"].all()
@@ -131,7 +131,7 @@ def test_an_environment_in_the_middle_of_its_episode_resets_all():
 
 def test_values_that_do_not_fit_are_refused():
     env = Count(2)
-    batch = FitBatch(VectorGym(env, env.reset))
+    batch = FitBatch(VectorGym(env))
     env.shift = 7
     with pytest.raises(SpaceError, match=r"'count'.*expected Space\(int32, .*\(2,\)"):
         batch.step({"reset": np.ones(2, bool), "action": np.zeros((2, 2), np.int32)})
@@ -203,7 +203,7 @@ def test_other_ways_to_reset_are_refused():
     env = Count(2)
     env.metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
     with pytest.raises(UnusableEnv, match="autoreset_mode is NEXT_STEP"):
-        VectorGym(env, env.reset)
+        VectorGym(env)
 
 
 def test_one_row_is_an_environment():
@@ -321,6 +321,9 @@ def test_functions_that_take_a_seed_get_it():
         return gymnasium.make("CartPole-v1", max_episode_steps=length)
 
     options = {"vector": "sync", "kwargs": {"length": 7}}
+    registry.adapt_batch(make, [4, 5], options).close()
+    assert seeds[-2:] == [(4, 7), (5, 7)]
+    options["kwargs"]["seed"] = 1  # That of the run holds, as for a single one.
     registry.adapt_batch(make, [4, 5], options).close()
     assert seeds[-2:] == [(4, 7), (5, 7)]
 

@@ -84,7 +84,7 @@ def test_reaching_the_target_is_rewarded_and_the_episode_goes_on():
     with skip_without_rendering():
         env = LocoNav("ball_maze_s", camera=0)
     env.step({"reset": True})
-    task, physics = env._dm_env.task, env._dm_env.physics
+    task, physics = env.dm_env.task, env.dm_env.physics
     start = np.array(physics.bind(env._walker.root_body).xpos)
     env._walker.set_pose(physics, [*task._target_position[:2], start[2]])
     steps = [env.step({"reset": False, "action": np.zeros(2)}) for _ in range(3)]

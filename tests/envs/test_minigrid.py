@@ -10,7 +10,7 @@ from suite_testing import check_suite
 pytest.importorskip("minigrid", reason="the extra 'minigrid' is not installed")
 
 from embodied.envs import MissingExtra, UnknownTask, make
-from embodied.envs.minigrid import MiniGrid
+from embodied.envs.minigrid import make_minigrid
 
 LEFT, RIGHT, FORWARD = range(3)
 
@@ -20,7 +20,7 @@ def test_suite():
 
 
 def test_reaching_the_goal_is_terminal_and_running_out_of_time_is_not():
-    env = MiniGrid("Empty-5x5")
+    env = make_minigrid("Empty-5x5")
     env.step({"reset": True})
     for action in (FORWARD, FORWARD, RIGHT, FORWARD, FORWARD):
         obs = env.step({"reset": False, "action": np.int32(action)})
@@ -35,7 +35,7 @@ def test_reaching_the_goal_is_terminal_and_running_out_of_time_is_not():
 
 @pytest.mark.parametrize("full", [True, False])
 def test_images(full):
-    env = MiniGrid("DoorKey-5x5", size=(48, 80), full=full)
+    env = make_minigrid("DoorKey-5x5", size=(48, 80), full=full)
     first = env.step({"reset": True})
     turned = env.step({"reset": False, "action": np.int32(LEFT)})
     assert first["image"].shape == turned["image"].shape == (48, 80, 3)
@@ -55,7 +55,7 @@ def test_images(full):
     ],
 )
 def test_names(task, name):
-    assert make(f"minigrid_{task}").name == name
+    assert make(f"minigrid_{task}").name == f"gym_{name}"
 
 
 def test_a_missing_part_of_minigrid_says_what_to_install(monkeypatch):

@@ -71,33 +71,6 @@ def test_an_image_survives(shape):
         np.testing.assert_array_equal(np.asarray(decoded), image.squeeze())
 
 
-@pytest.mark.parametrize(
-    "video",
-    [
-        np.zeros((2, 8, 8, 3), np.float32),
-        np.zeros((2, 8, 8, 4), np.uint8),
-        np.zeros((8, 8, 3), np.uint8),
-        np.zeros((0, 8, 8, 3), np.uint8),
-    ],
-)
-def test_what_is_not_a_video_is_refused(video):
-    with pytest.raises(ValueError, match=r"Expected a video \[T, H, W, C\]"):
-        encode_gif(video, 15)
-
-
-def test_a_rate_of_zero_is_refused():
-    with pytest.raises(ValueError, match="positive fps, got 0"):
-        encode_gif(few_colours((2, 8, 8, 3)), 0)
-
-
-@pytest.mark.parametrize(
-    "image", [np.zeros((8, 8)), np.zeros((8, 8, 2), np.uint8), np.zeros(8, np.uint8)]
-)
-def test_what_is_not_an_image_is_refused(image):
-    with pytest.raises(ValueError, match="Expected an image"):
-        encode_png(image)
-
-
 def test_a_video_is_mp4_where_there_is_ffmpeg(tmp_path):
     pytest.importorskip("imageio_ffmpeg", reason="the extra video is not installed")
     ramp = np.linspace(0, 255, 30).astype(np.uint8)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
-import tempfile
 
 import numpy as np
 from hypothesis import given
@@ -80,23 +78,6 @@ def test_lines_longer_than_a_block_are_read(tmp_path):
     file = MetricFile(path)
     file.update()
     assert file.column("name1")[1].tolist() == [1, 5]
-
-
-odd = st.sampled_from([1, 2.5, -3, None, True, "x", 10**400, float("nan"), [1]])
-
-
-@given(st.lists(st.tuples(odd, odd), min_size=1, max_size=20))
-def test_rows_of_one_metric_are_read_like_others(pairs):
-    rows = [{"step": step, "a": value} for step, value in pairs]
-    with tempfile.TemporaryDirectory() as folder:
-        alike, mixed = pathlib.Path(folder, "alike"), pathlib.Path(folder, "mixed")
-        append(alike, *rows)
-        append(mixed, *rows, {"step": 0, "b": 0, "c": 0})
-        files = [MetricFile(alike), MetricFile(mixed)]
-        for file in files:
-            file.update()
-    first, second = ([part.tolist() for part in x.column("a")] for x in files)
-    assert first == second
 
 
 points = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300)

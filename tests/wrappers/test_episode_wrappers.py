@@ -263,9 +263,9 @@ class TestAddFrames:
         assert inner.resets == 2
 
     def test_large_frames_are_made_smaller(self):
-        env = AddFrames(Drawn((300, 600, 3)), longest=100)
-        assert env.obs_space["log/frame"].shape == (50, 100, 3)
-        assert env.step({"reset": True})["log/frame"].shape == (50, 100, 3)
+        env = AddFrames(Drawn((320, 640, 3)))
+        assert env.obs_space["log/frame"].shape == (160, 320, 3)
+        assert env.step({"reset": True})["log/frame"].shape == (160, 320, 3)
 
     def test_others_than_the_first_are_black(self):
         env = AddFrames(Drawn(), active=False)
