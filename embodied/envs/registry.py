@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +26,17 @@ from embodied.envs.keys import UnusableEnv
 PACKAGE = "dreamerv3-parallel"
 MOST_LISTED = 20  # Maximum number of names in an error that has suggestions.
 PACKAGE_MODULE = __name__.split(".")[0]
+
+# dm_control asks for labmaze, which has no packages for later versions of Python. Only
+# mazes use it.
+HAS_LABMAZE = sys.version_info < (3, 13)
+_NO_LABMAZE = "It needs labmaze, which is only there for Python 3.11 and 3.12."
+WITHOUT_LABMAZE = {
+    "dm_control": f"Run: pip install '{PACKAGE}[dmc]', then: pip install --no-deps "
+    "dm_control",
+    "labmaze": _NO_LABMAZE,
+    "memory_maze": _NO_LABMAZE,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,9 +211,12 @@ class MissingExtra(TaskError, ImportError):
           install: how to install the package if no extra can, as a sentence.
         """
         requirement = f"{PACKAGE}[{extra}]" if extra else PACKAGE
+        install = install or f"Run: pip install '{requirement}'"
+        if not HAS_LABMAZE:
+            install = WITHOUT_LABMAZE.get(package or "", install)
         return cls(
             f"Task {task!r} needs the package {package!r}, which is not installed. "
-            + (install or f"Run: pip install '{requirement}'"),
+            f"{install}",
             name=package,
         )
 

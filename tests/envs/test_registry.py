@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pathlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -170,6 +171,22 @@ def test_missing_package_names_the_extra(monkeypatch, tmp_path):
         r"pip install 'dreamerv3-parallel\[atari\]'",
     ):
         make("far_x")
+
+
+@pytest.mark.parametrize(
+    ("task", "package", "advice"),
+    [
+        ("dmc_walker_walk", "dm_control", r"\[dmc\]', then: .* --no-deps dm_control"),
+        ("loconav_ant_maze_m", "labmaze", "only there for Python 3.11 and 3.12"),
+        ("memmaze_9x9", "memory_maze", "only there for Python 3.11 and 3.12"),
+        ("atari_pong", "ale_py", r"dreamerv3-parallel\[atari\]'$"),
+    ],
+)
+def test_missing_packages_where_there_is_no_labmaze(monkeypatch, task, package, advice):
+    monkeypatch.setattr(registry_module, "HAS_LABMAZE", False)
+    extra = registry_module.SUITES[task.split("_")[0]].extra
+    error = MissingExtra.named(task, package, extra)
+    assert re.search(advice, str(error))
 
 
 def test_own_environment_by_import_path(own_module):
