@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import FrameType
 from typing import Any
 
@@ -61,6 +61,8 @@ def stop_on_signals(note: str = "") -> Iterator[threading.Event]:
         for each, handler in previous.items():
             ignored = handler == signal.SIG_IGN
             signal.signal(each, usual[each] if ignored else handler)
+        if not thread.is_alive():
+            _repeat_signals(arrived, previous)
 
     def set_stop() -> None:
         while number := os.read(arrived, 1):
@@ -86,6 +88,18 @@ def stop_on_signals(note: str = "") -> Iterator[threading.Event]:
         os.close(arrives)
         thread.join()
         os.close(arrived)
+
+
+def _repeat_signals(arrived: int, wanted: Container[int]) -> None:
+    """Sends signals again that came before the handler of the first one was called.
+
+    The interpreter calls it only once for them.
+    """
+    os.set_blocking(arrived, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            if (number := os.read(arrived, 1)[0]) in wanted:
+                signal.raise_signal(number)
 
 
 class _Printer(logging.Handler):

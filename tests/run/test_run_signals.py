@@ -64,6 +64,26 @@ def test_a_signal_saves_and_ends_well(tmp_path, number, debug):
     assert Parts(tmp_path, steps=step + 10, envs=2).train().steps == 10
 
 
+def test_two_interrupts_count_even_if_python_could_handle_neither():
+    code = (
+        "from embodied.run.console import stop_on_signals\n"
+        "with stop_on_signals():\n"
+        "    print('busy', flush=True)\n"
+        "    sum(range(10**8))\n"  # One call: no handler is called before its end.
+        "print('unharmed')\n"
+    )
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout.readline() == "busy\n"
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.05)  # The system counts signals once that come together.
+        shown, errors = process.communicate(timeout=60)
+    assert "unharmed" not in shown
+    assert errors.endswith("KeyboardInterrupt\n")
+
+
 def test_a_second_interrupt_ends_it_at_once(tmp_path):
     with start(tmp_path, steps=1e10, hang_at=50) as process:
         assert wait_for_line(process) == "hanging\n"
