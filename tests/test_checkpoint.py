@@ -300,6 +300,15 @@ class TestFiles:
             with pytest.raises(CheckpointError, match="truncated: it ends after 3"):
                 reader.check(record)
 
+    def test_a_file_that_grows_while_it_is_read_is_damaged(self, tmp_path):
+        record = write_file(tmp_path, "x", b"12345678")
+        with HashedReader(tmp_path, "x") as reader:
+            with (tmp_path / "x").open("ab") as file:
+                file.write(b"9")
+            reader.read()
+            with pytest.raises(CheckpointError, match="it has 9 bytes, expected 8"):
+                reader.check(record)
+
     def test_the_root_may_be_a_link(self, tmp_path):
         (tmp_path / "real").mkdir()
         (tmp_path / "root").symlink_to(tmp_path / "real")

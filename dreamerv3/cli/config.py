@@ -241,9 +241,9 @@ def read_config(filename: str | os.PathLike[str]) -> elements.Config:
             raise ValueError("it has no task.")
         return elements.Config(content)
     except (ValueError, TypeError, AssertionError) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
-            f"logdir: {filename} is not a configuration of this program: {reason} "
+            f"logdir: {filename} is not a configuration of this program: {reason}. "
             f"Restore or delete it, or choose another --logdir."
         ) from error
 

@@ -130,7 +130,7 @@ class HashedReader:
         except OSError as error:
             raise CheckpointError(f"Cannot read {self.path}: {error}.") from error
         self._hash.update(data)
-        self._done = len(data)
+        self.size = self._done = len(data)  # It may have grown or shrunk meanwhile.
         return data
 
     def fill(self, view: memoryview) -> None:

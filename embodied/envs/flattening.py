@@ -46,7 +46,7 @@ class SpaceLeaf:
     path: Path
     space: Space
     source: Any
-    start: int | np.ndarray | None = None
+    start: np.int64 | np.ndarray | None = None
     convert: Callable[[np.ndarray], np.ndarray] | None = None
     kinds: str = "biuf"
     plain: bool = False

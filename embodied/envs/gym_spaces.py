@@ -119,7 +119,7 @@ def obs_leaf(
     """
     if isinstance(space, spaces.Text):
         words = Space(np.int32, (WORDS,), 0, WORD_CLASSES)
-        return SpaceLeaf(key, path, words, space, convert=_words, kinds="US")
+        return SpaceLeaf(key, path, words, space, convert=_words, kinds="OSU")
     layout = image_layout(space)
     if layout is not None:
         height, width, channels = layout.shape
@@ -223,7 +223,8 @@ def _leaf(key: str, path: Path, space: gymnasium.Space, acts: bool) -> SpaceLeaf
     try:
         if isinstance(space, spaces.Discrete):
             classes = class_space(int(space.n))
-            start = int(space.start) or None
+            # Not a Python integer, which would take the dtype of a narrow value.
+            start = np.int64(space.start) if space.start else None
             return SpaceLeaf(key, path, classes, space, start, plain=True)
         if isinstance(space, spaces.MultiDiscrete):
             classes = class_space(space.nvec)

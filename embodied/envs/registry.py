@@ -301,7 +301,7 @@ def adapt_batch(
     if not several:
         each = [functools.partial(factory, **x) for x in kwargs]
         return gym_vector.make_vector_of(each, seeds, vector, options)
-    env = factory(**kwargs[0], num_envs=len(seeds))
+    env = factory(**{**kwargs[0], "num_envs": len(seeds)})
     if isinstance(env, BatchEnv):
         return env
     # The first seed is for all, since few vector environments take more.

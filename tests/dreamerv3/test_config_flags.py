@@ -225,6 +225,12 @@ class TestLogdir:
         prepare_logdir(self.argv(tmp_path, *argv))
         assert (logdir / "config.yaml").read_bytes() == before
 
+    @pytest.mark.parametrize("content", ["a: [1", "seed: 3", "task: a\n1: 2"])
+    def test_with_a_damaged_configuration_is_explained(self, tmp_path, content):
+        (tmp_path / "config.yaml").write_text(content)
+        with pytest.raises(ConfigError, match=r"program: .*[^.]\. Restore or delete"):
+            read_config(tmp_path / "config.yaml")
+
     def test_that_cannot_be_written_is_refused(self, tmp_path):
         (tmp_path / "run").write_text("a file")
         with pytest.raises(ConfigError, match=r"can be written.*Choose another"):

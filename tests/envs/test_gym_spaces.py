@@ -12,6 +12,7 @@ from suite_testing import RESET
 
 from embodied import Space
 from embodied.envs.from_gym import FromGym
+from embodied.envs.gym_spaces import obs_leaf
 from embodied.envs.keys import UnsupportedSpace, hash_words
 from embodied.wrappers import SpaceError, UnifyDtypes, wrap
 
@@ -162,6 +163,13 @@ def test_discrete_values_count_from_zero():
     assert env.gym_env.actions == [13]
 
 
+@pytest.mark.parametrize("value", [np.int8(125), np.int16(125), np.int64(125)])
+def test_a_narrow_dtype_does_not_wrap_discrete_values_around(value):
+    env = FromGym(gym_env := Echo(spaces.Discrete(300, start=-10)))
+    gym_env.observation_space.sample = lambda: value
+    assert env.step(RESET)["obs"] == 135
+
+
 def test_classes_per_element():
     space = spaces.MultiDiscrete(np.array([[2, 3], [4, 5]]))
     declared = FromGym(Echo(spaces.Discrete(2), space)).act_space["action"]
@@ -296,5 +304,9 @@ def test_texts_are_classes_of_words():
     words = env.step(RESET)["obs"]
     assert (words > 0).sum() == 5
     np.testing.assert_array_equal(words, hash_words("GO to the red door"))
+    leaf = obs_leaf("text", (), spaces.Text(40), (0, 0))
+    for several in (("go to", "door"), np.array(["go to", "door"], object)):
+        rows = leaf.encode(several)
+        np.testing.assert_array_equal(rows, [hash_words("go to"), hash_words("door")])
     with pytest.raises(UnsupportedSpace, match="'action', got Text"):
         FromGym(Echo(BINARY, spaces.Text(5)))

@@ -245,6 +245,11 @@ def test_a_factory_of_several_gets_a_seed_if_it_takes_one():
     assert given == [3]
 
 
+def test_the_number_of_environments_is_not_taken_from_the_options():
+    options = {"kwargs": {"num_envs": 5}}
+    assert len(registry.adapt_batch(make_pendulums, [3, 4], options)) == 2
+
+
 def make_pictures(num_envs):
     return gymnasium.vector.SyncVectorEnv([Picture] * num_envs)
 

@@ -33,7 +33,9 @@ from embodied.workers.thread import Worker
 GRACE = 10.0  # Seconds for roles to end after the agent.
 LEAVE_SECONDS = 30.0  # For the actor to end after the learner.
 ABANDON_SECONDS = 3.0  # For each to end once the run is abandoned.
-LOOK_SECONDS = 1.0  # Until it is noticed that the run is abandoned.
+# Until it is noticed that the run is abandoned. Much less than `INTERRUPTED_GRACE`,
+# after which the program exits, even if the agent is still running.
+LOOK_SECONDS = 0.1
 # Names of errors that an agent would only raise again if its process were restarted.
 _FINAL = ("ConfigError", "DiskTooSmallError", "ReplayMemoryError", "SetupError")
 LIMITS = dict.fromkeys((*_FINAL, StopTimeout.__name__), 0)

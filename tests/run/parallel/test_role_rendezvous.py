@@ -1,11 +1,14 @@
 """How actor and learner begin, end and fail together."""
 
 import threading
+import time
 
 import pytest
-from role_testing import Background
+from role_testing import Background, CountingAgent, make_args
 
+from embodied.run.parallel import agent as agents
 from embodied.run.parallel.rendezvous import Rendezvous
+from embodied.workers.supervisor import INTERRUPTED_GRACE
 
 
 def sides():
@@ -91,6 +94,26 @@ def test_all_is_abandoned_from_outside():
     assert isinstance(waiting.error, RuntimeError) and seen == [True]
     with pytest.raises(RuntimeError, match="launcher failed: The run was ended"):
         learner.check()
+
+
+def test_an_agent_that_is_abandoned_ends_before_the_program_exits(
+    tmp_path, monkeypatch
+):
+    def serve(agent, barrier, *arguments):
+        failed = threading.Event()
+        Rendezvous(barrier, "actor", "learner").on_failure(failed.set)
+        assert failed.wait(10)
+
+    monkeypatch.setattr(agents, "parallel_actor", serve)
+    monkeypatch.setattr(agents, "run_learner", serve)
+    args, abandon = make_args(logdir=str(tmp_path), replica=1), threading.Event()
+    run = agents.run_agent, CountingAgent, args, threading.Event(), None, abandon
+    with Background(*run) as agent:
+        begin = time.monotonic()
+        abandon.set()
+    assert time.monotonic() - begin < INTERRUPTED_GRACE / 2
+    with pytest.raises(RuntimeError, match="The run was ended"):
+        raise agent.error
 
 
 def test_a_meeting_that_is_called_off_is_no_failure():
