@@ -32,10 +32,7 @@ from embodied.workers.thread import Worker
 
 GRACE = 10.0  # Seconds for roles to end after the agent.
 LEAVE_SECONDS = 30.0  # For the actor to end after the learner.
-ABANDON_SECONDS = 3.0  # For each to end once the run is abandoned.
-# Until it is noticed that the run is abandoned. Much less than `INTERRUPTED_GRACE`,
-# after which the program exits, even if the agent is still running.
-LOOK_SECONDS = 0.1
+ABANDON_SECONDS = 3.0  # For both to end once the run is abandoned.
 # Names of errors that an agent would only raise again if its process were restarted.
 _FINAL = ("ConfigError", "DiskTooSmallError", "ReplayMemoryError", "SetupError")
 LIMITS = dict.fromkeys((*_FINAL, StopTimeout.__name__), 0)
@@ -112,12 +109,13 @@ def run_agent(
     actor.start()
     learner.start()
     rendezvous = Rendezvous(barrier, "agent", "launcher")
-    while not (learner.join(LOOK_SECONDS) or rendezvous.abandoned):
-        if abandon is not None and abandon.is_set():
-            rendezvous.abandon()
-    if rendezvous.abandoned:
-        # Not for longer: it may wait for a silent role until the process ends.
-        learner.join(ABANDON_SECONDS)
+    if abandon is not None:
+        threading.Thread(
+            target=_abandon, args=(abandon, rendezvous), name="abandon", daemon=True
+        ).start()
+    while not learner.join(ABANDON_SECONDS):
+        if rendezvous.abandoned:
+            break  # It may wait for a silent role until the process ends.
     actor.join(ABANDON_SECONDS if rendezvous.abandoned else LEAVE_SECONDS)
     failure = rendezvous.failure
     if failure is not None:
@@ -224,3 +222,8 @@ def _pass_on(
         done.set()  # It has failed and was not restarted yet: nothing to save.
     else:
         os.kill(pid, STOP)
+
+
+def _abandon(abandon: threading.Event, rendezvous: Rendezvous) -> None:
+    abandon.wait()
+    rendezvous.abandon()
