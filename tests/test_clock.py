@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from waiting_testing import wait_until
 
@@ -12,7 +12,6 @@ from embodied.clock import ClockServer, GlobalClock, LocalClock
 from embodied.rpc import Client, RemoteError, free_port
 
 # Other work on the machine must not decide whether a test passes.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Time:
@@ -83,7 +82,6 @@ def test_negative_is_every_call(first):
     assert [clock() for _ in range(3)] == [True] * 3
 
 
-@unhurried
 @given(st.floats(0.1, 10), st.lists(st.floats(0, 30), max_size=30))
 def test_answers_are_at_least_the_interval_apart(every, gaps):
     now = Time(0.0)
