@@ -1,12 +1,14 @@
-"""Settings for all tests, and a separate cache for the programs JAX compiles."""
+"""Settings and fixtures for all tests, and a separate cache for compiled programs."""
 
 import importlib.metadata
 import os
 import pathlib
 import shutil
 import signal
+import subprocess
 import tempfile
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Timings are noisy on shared machines, so no example fails for being slow. Without a
@@ -28,6 +30,22 @@ os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 # for background jobs of scripts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def small_disk(tmp_path, request):
+    """A file system with little room, by default of 4 MB."""
+    folder, size = tmp_path / "disk", getattr(request, "param", "4m")
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, timeout=30)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if mounted.returncode:
+        pytest.skip(f"tmpfs cannot be mounted: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True, timeout=30)
 
 
 def pytest_configure(config) -> None:

@@ -24,6 +24,21 @@ def run_program(code: str, *arguments: str, **environ: str) -> str:
     return output
 
 
+def run_example(path: pathlib.Path, folder: pathlib.Path, *flags: str) -> str:
+    """Runs a program with an agent in a folder, and returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, path, *flags],
+        capture_output=True,
+        text=True,
+        timeout=390,
+        cwd=folder,
+        # Quick to compile and slow to run, for programs that run briefly.
+        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def run_programs(code: str, each: list[tuple[str, ...]], **environ: str) -> list[str]:
     """Runs Python several times at once, each with its own arguments.
 

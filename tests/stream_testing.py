@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from embodied.base import Stream
 
 # Other work on the machine must not decide whether a test passes.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Count(Stream):

@@ -79,7 +79,7 @@ def checkpoint(tmp_path):
 
 
 class TestTrees:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(trees())
     def test_random_trees_come_back_the_same(self, tree):
         with tempfile.TemporaryDirectory() as root:
@@ -248,7 +248,6 @@ class TestTrees:
 
 
 class TestFiles:
-    @settings(deadline=None)
     @given(st.lists(st.binary(max_size=100)))
     def test_a_file_holds_its_buffers(self, buffers):
         with tempfile.TemporaryDirectory() as root:

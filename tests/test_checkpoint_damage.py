@@ -41,7 +41,7 @@ def saved(tmp_path_factory):
 
 
 class TestDamage:
-    @settings(max_examples=70, deadline=None)
+    @settings(max_examples=70)
     @given(st.data())
     def test_a_flipped_bit_or_a_torn_file_never_gives_wrong_data(self, saved, data):
         root, checkpoint, old, new, tag, contents = saved
@@ -134,7 +134,7 @@ class TestPruning:
             expected |= {f"ckpt/agent/{tag}.safetensors"}
         assert files_below(tmp_path) == expected
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(
         st.integers(1, 3),
         st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=6),

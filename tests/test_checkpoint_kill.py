@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_testing import files_below
 
 from embodied.checkpoint import (
     Checkpoint,
@@ -53,11 +54,6 @@ def load_step(checkpoint, root):
     assert np.all(parts["agent"]["w"] == step)
     assert Path(root, f"replay/{step}").read_text() == str(step)
     return step
-
-
-def files_below(root):
-    root = Path(root)
-    return {x.relative_to(root).as_posix() for x in root.rglob("*") if x.is_file()}
 
 
 def save_until_killed(root):
@@ -177,20 +173,6 @@ def test_a_kill_at_a_random_moment_leaves_the_old_or_the_new(tmp_path, rounds):
         assert {Path(path).stem for path in parts} == tags
         assert len(parts) == 4 * len(tags)
         assert not [path for path in files_below(tmp_path) if "partial" in path]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MB."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, timeout=30)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if mounted.returncode:
-        pytest.skip(f"tmpfs cannot be mounted: {mounted.stderr.decode().strip()}")
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True, timeout=30)
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(small_disk):

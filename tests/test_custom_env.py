@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from program_testing import run_example
 
 EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "custom_env.py"
 TINY = [
@@ -20,18 +20,9 @@ TINY = [
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # Most of it for the first compilation.
 def test_example_trains(tmp_path):
-    result = subprocess.run(
-        [sys.executable, EXAMPLE, "--logdir", tmp_path / "run", *TINY],
-        capture_output=True,
-        text=True,
-        timeout=390,
-        cwd=tmp_path,
-        # Compiles faster; the slower code hardly matters for so few steps.
-        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
-    )
-    assert result.returncode == 0, result.stderr
-    assert "environments of custom_env:Lights" in result.stdout
-    assert "100 steps and 5 updates" in result.stdout
+    shown = run_example(EXAMPLE, tmp_path, "--logdir", tmp_path / "run", *TINY)
+    assert "environments of custom_env:Lights" in shown
+    assert "100 steps and 5 updates" in shown
     metrics = [
         json.loads(line)
         for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

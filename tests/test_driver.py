@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from driver_testing import Moves, children, collect, env_factory
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embodied.driver import Driver, EnvError
 from embodied.random_agent import RandomAgent
 
 # Other work on the machine must not decide whether a test passes.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 both = pytest.mark.parametrize("parallel", [False, True])
 
@@ -165,7 +164,6 @@ class TestLoop:
 
 
 class TestCounting:
-    @unhurried
     @given(
         lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4),
         steps=st.integers(0, 20),

@@ -480,14 +480,14 @@ def check_against_model(batches):
     assert episodes.result() == pytest.approx(model.result(clock.now))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(BATCHES, max_size=20))
 def test_interleaved_envs_agree_with_a_simple_model(batches):
     check_against_model(batches)
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(BATCHES, max_size=60))
 def test_interleaved_envs_agree_with_a_simple_model_over_long_runs(batches):
     check_against_model(batches)

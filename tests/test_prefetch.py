@@ -12,7 +12,6 @@ from stream_testing import (
     Count,
     no_thread_is_left,  # noqa: F401
     take,
-    unhurried,
 )
 
 from embodied import streams
@@ -45,7 +44,6 @@ class Gated(Count):
 
 class TestPrefetch:
     @given(amount=st.integers(1, 4), limit=st.integers(0, 6))
-    @unhurried
     def test_delivers_all_items_in_order_and_then_the_end(self, amount, limit):
         with streams.Prefetch(Count(limit=limit), lambda x: 2 * x, amount) as stream:
             assert list(stream) == [2 * value for value in range(limit)]

@@ -6,14 +6,13 @@ import threading
 import elements
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embodied import Space
 from embodied.random_agent import RandomAgent
 
 # Other work on the machine must not decide whether a test passes.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 OBS_SPACE = {
     "vector": Space(np.float32, 3),
@@ -60,7 +59,6 @@ def assert_equal(left, right):
             np.testing.assert_array_equal(a[key], b[key])
 
 
-@unhurried
 @given(st.integers(0, 2**32), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_actions_lie_in_their_spaces(seed, batch_sizes):
     agent = RandomAgent(OBS_SPACE, ACT_SPACE, seed=seed)
@@ -84,7 +82,6 @@ def test_carries_on_with_the_carry_it_got_and_has_no_outputs():
     assert outputs == {}
 
 
-@unhurried
 @given(st.integers(0, 99), st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_the_seed_decides(seed, sizes):
     first = act(RandomAgent(OBS_SPACE, ACT_SPACE, seed=seed), sizes)
@@ -93,7 +90,6 @@ def test_the_seed_decides(seed, sizes):
     assert not np.array_equal(first[0]["force"], other[0]["force"])
 
 
-@unhurried
 @given(st.integers(0, 5), st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_saving_keeps_the_random_state(before, sizes):
     first = RandomAgent(OBS_SPACE, ACT_SPACE, seed=1)

@@ -5,14 +5,13 @@ import pickle
 import elements
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from embodied import Space
 
 # Other work on the machine must not decide whether a test passes.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 INTEGERS = [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64]
 FLOATS = [np.float16, np.float32, np.float64]
@@ -50,7 +49,6 @@ spaces = numeric_spaces | st.builds(Space, st.just(str), shapes)
 
 
 class TestSample:
-    @unhurried
     @given(numeric_spaces, seeds)
     def test_lies_in_the_space(self, space, seed):
         value = space.sample(seed)
@@ -58,7 +56,6 @@ class TestSample:
         assert value.shape == space.shape
         assert value in space
 
-    @unhurried
     @given(numeric_spaces, seeds)
     def test_is_the_same_for_the_same_seed_or_generator_state(self, space, seed):
         first = space.sample(seed)
@@ -116,7 +113,6 @@ class TestSample:
 
 
 class TestContains:
-    @unhurried
     @given(integer_spaces(), st.data())
     def test_integers_between_low_and_exclusive_high(self, space, data):
         value = data.draw(hnp.arrays(space.dtype, space.shape))
@@ -127,7 +123,6 @@ class TestContains:
         expected = all(int(low) <= int(x) <= int(high) for x, low, high in flat)
         assert (value in space) == expected
 
-    @unhurried
     @given(float_spaces(), st.data())
     def test_floats_between_both_bounds(self, space, data):
         value = data.draw(hnp.arrays(space.dtype, space.shape))
@@ -240,7 +235,6 @@ class TestClasses:
 
 
 class TestIdentity:
-    @unhurried
     @given(spaces)
     def test_equal_spaces_hash_alike_and_survive_pickling(self, space):
         copy = pickle.loads(pickle.dumps(space))
@@ -291,7 +285,6 @@ class TestConstruction:
 
 
 class TestOf:
-    @unhurried
     @given(spaces)
     def test_returns_ours_as_they_are(self, space):
         assert Space.of(space) is space

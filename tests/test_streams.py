@@ -14,7 +14,6 @@ from stream_testing import (
     Count,
     no_thread_is_left,  # noqa: F401
     take,
-    unhurried,
 )
 
 from embodied import streams
@@ -130,7 +129,7 @@ def check_restores(recipe, before, after):
 
 
 class TestSavedAnywhereTheRestIsEqual:
-    @settings(unhurried, max_examples=20)
+    @settings(max_examples=20)
     @given(st.integers(0, 12), st.sampled_from(["map", "prefetch", "zip", "mixer"]))
     def test_around_a_counter(self, before, kind):
         counter = ("count", 5, 15)
@@ -142,7 +141,7 @@ class TestSavedAnywhereTheRestIsEqual:
         }[kind]
         check_restores(recipe, before, 12)
 
-    @settings(unhurried, max_examples=30)
+    @settings(max_examples=30)
     @given(
         before=st.integers(0, 12),
         length=st.integers(1, 3),
@@ -152,19 +151,19 @@ class TestSavedAnywhereTheRestIsEqual:
     def test_consec_in_the_middle_of_a_sequence(self, before, length, consec, prefix):
         check_restores(("consec", ("count", 0, 6), length, consec, prefix), before, 9)
 
-    @settings(unhurried, max_examples=60)
+    @settings(max_examples=60)
     @given(recipes, st.integers(0, 7), st.integers(1, 7))
     def test_random_nestings(self, recipe, before, after):
         check_restores(recipe, before, after)
 
     @pytest.mark.slow
-    @settings(unhurried, max_examples=3000)
+    @settings(max_examples=3000)
     @given(recipes, st.integers(0, 30), st.integers(1, 30))
     def test_random_nestings_in_long_rounds(self, recipe, before, after):
         check_restores(recipe, before, after)
 
     @given(recipe=recipes, amount=st.integers(1, 8))
-    @settings(unhurried, max_examples=30)
+    @settings(max_examples=30)
     def test_saving_does_not_disturb_the_reader(self, recipe, amount):
         with streams.Map(build(recipe), plain) as quiet:
             expected = take(quiet, amount)
@@ -283,7 +282,6 @@ class TestConsec:
             assert chunk["consec"].dtype == np.int32
             np.testing.assert_array_equal(chunk["consec"], np.full((2, 4), index))
 
-    @unhurried
     @given(
         batch=st.integers(1, 3),
         length=st.integers(1, 4),

@@ -11,7 +11,8 @@ import sys
 import time
 
 import psutil
-from parallel_testing import SMALL, Program, import_path, wait_until
+from parallel_testing import SMALL, Program, import_path
+from waiting_testing import wait_until
 
 from benchmarks.chaos.audit import read_stored
 from benchmarks.chaos.numbered_env import TRACES
@@ -123,7 +124,7 @@ class LocalCluster:
 
     def wait_for_actions(self, driver, envs, since):
         """Waits until all environments have made steps; returns how long it took."""
-        wait_until(lambda: len(self.acting(since)) == envs, WAIT, driver)
+        driver.wait_until(lambda: len(self.acting(since)) == envs, WAIT)
         return time.time() - since
 
     def node_of(self, role):
@@ -147,7 +148,7 @@ class LocalCluster:
 
     def check_nothing_left(self):
         """Checks that soon no process of a run is left on any node."""
-        wait_until(lambda: not self.roles(), LEAVE_SECONDS)
+        wait_until(lambda: not self.roles(), seconds=LEAVE_SECONDS)
 
     def _ask(self, line):
         self._server.stdin.write(f"{line}\n")

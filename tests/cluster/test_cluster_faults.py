@@ -10,7 +10,8 @@ from functools import partial
 
 import pytest
 from cluster_testing import WAIT, check_stored, small_run
-from parallel_testing import metrics, wait_until
+from parallel_testing import metrics
+from waiting_testing import wait_until
 
 from benchmarks.chaos.audit import Window, account, read_traces
 from benchmarks.chaos.reader import Unreadable, read_manifest
@@ -47,10 +48,9 @@ def wait_for_training(cluster, driver, logdir):
     watch = MetricsWatch(logdir / "metrics.jsonl")
 
     def is_on():
-        assert driver.running, driver.output()
         return watch.updates() >= 2 and len(cluster.acting(begin)) == ENVS
 
-    wait_until(is_on, WAIT, driver)
+    driver.wait_until(is_on, WAIT)
 
 
 def test_the_loss_of_the_heads_node(cluster, tmp_path):
@@ -59,7 +59,7 @@ def test_the_loss_of_the_heads_node(cluster, tmp_path):
     able = [cluster.add(num_cpus=4, resources={"head": 1}) for _ in range(2)]
     with cluster.run(logdir, "--run.save_every", "2") as driver:
         wait_for_training(cluster, driver, logdir)
-        wait_until(lambda: saved(logdir) > 0, WAIT, driver)
+        driver.wait_until(lambda: saved(logdir) > 0, WAIT)
         lost = cluster.node_of("head")
         assert lost in able
         moment = time.time()
@@ -83,7 +83,7 @@ def test_the_loss_of_an_env_node_where_there_is_room(cluster, tmp_path):
         lost, lives = cluster.node_of("envs 0 to 1"), cluster.lives()
         moment = time.time()
         cluster.kill(lost)
-        wait_until(lambda: len(cluster.lives() - lives) >= 2, WAIT, driver)
+        driver.wait_until(lambda: len(cluster.lives() - lives) >= 2, WAIT)
         seconds = time.time() - moment
         cluster.end_run(driver)
     print(json.dumps({"env_node_killed_to_acting_s": round(seconds, 1)}))
@@ -97,7 +97,7 @@ def test_a_driver_that_is_killed_leaves_nothing(cluster, tmp_path):
     cluster.add(num_cpus=4)
     with cluster.run(logdir, "--run.save_every", "2") as driver:
         wait_for_training(cluster, driver, logdir)
-        wait_until(lambda: saved(logdir) > 0, WAIT, driver)
+        driver.wait_until(lambda: saved(logdir) > 0, WAIT)
     # Leaving the block has killed the driver.
     cluster.check_nothing_left()
     step = check_stored(logdir).manifest.meta["step"]
@@ -125,18 +125,14 @@ def test_replicas_start_again_together_when_one_is_killed(cluster, tmp_path):
 
     def wait_for_updates(driver, count):
         for replica in range(2):
-            wait_until(
-                lambda replica=replica: (
-                    updates_of(logdir, replica) >= count or not driver.running
-                ),
+            driver.wait_until(
+                lambda replica=replica: updates_of(logdir, replica) >= count,
                 COMPILE_WAIT,
-                driver,
             )
-        assert driver.running, driver.output()
 
     with cluster.run(logdir, *flags, envs=1) as driver:
         wait_for_updates(driver, 10)
-        wait_until(lambda: saved(logdir) > 0, WAIT, driver)
+        driver.wait_until(lambda: saved(logdir) > 0, WAIT)
         nodes = {cluster.node_of(f"head {replica}") for replica in range(2)}
         assert len(nodes) == 2
         moment = time.time()
@@ -184,7 +180,7 @@ def test_a_job_and_its_stop(cluster, tmp_path):
     submit += ["--runtime-env-json", json.dumps(variables), "--", *command]
     ray_command(cluster, *submit)
     begin = time.time()
-    wait_until(lambda: len(cluster.acting(begin)) == ENVS, WAIT)
+    wait_until(lambda: len(cluster.acting(begin)) == ENVS, seconds=WAIT)
     listed = ["--format", "json", "--filter", "state=ALIVE"]
     actors = json.loads(ray_command(cluster, "list", "actors", *address, *listed))
     names = [actor["name"].rsplit(maxsplit=2)[0] for actor in actors if actor["name"]]
@@ -218,7 +214,7 @@ def test_ten_random_kills_of_nodes(cluster, tmp_path):
     windows, heads, times = [], 0, []
     with cluster.run(logdir, *flags) as driver:
         wait_for_training(cluster, driver, logdir)
-        wait_until(lambda: saved(logdir) > 0, WAIT, driver)
+        driver.wait_until(lambda: saved(logdir) > 0, WAIT)
         for _ in range(KILLS):
             lost = rng.choice(nodes)
             is_head = lost == cluster.node_of("head")
@@ -227,14 +223,14 @@ def test_ten_random_kills_of_nodes(cluster, tmp_path):
             nodes.remove(lost)
             nodes.append(cluster.add(num_cpus=4, resources={"head": 1}))
             heads += is_head
-            wait_until(partial(was_lost, driver, "Head", heads), WAIT, driver)
+            driver.wait_until(partial(was_lost, driver, "Head", heads), WAIT)
             wait_for_training(cluster, driver, logdir)
             times.append(round(time.time() - moment, 1))
             if is_head:
                 windows.append(
                     Window("head", begin, moment, time.time(), ("launcher",))
                 )
-            wait_until(partial(was_saved, logdir, time.time()), WAIT, driver)
+            driver.wait_until(partial(was_saved, logdir, time.time()), WAIT)
         begin, moment = saved(logdir), time.time()
         cluster.end_run(driver)
     windows.append(Window("end", begin, moment, time.time(), ("end",)))

@@ -7,7 +7,8 @@ import time
 import psutil
 import pytest
 from cluster_testing import MARK, WAIT, check_stored, marked_processes, small_run
-from parallel_testing import Program, metrics, wait_until
+from parallel_testing import Program, metrics
+from waiting_testing import wait_until
 
 from benchmarks.chaos.numbered_env import TRACES
 from dreamerv3.cli.config import read_config
@@ -87,7 +88,7 @@ def test_ray_is_started_here_where_there_is_no_address(tmp_path):
         driver.interrupt()
         assert driver.wait(WAIT) == 0, driver.output()
         assert "Finished after" in driver.output()
-    wait_until(lambda: not marked_processes(mark), WAIT)
+    wait_until(lambda: not marked_processes(mark), seconds=WAIT)
     assert check_stored(logdir).manifest.meta["step"] > 0
 
 

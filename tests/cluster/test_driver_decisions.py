@@ -6,7 +6,7 @@ import types
 
 import pytest
 from fake_ray import FakeRay
-from parallel_testing import wait_until
+from waiting_testing import wait_until
 
 from dreamerv3.cli.config import load_config
 from dreamerv3.cluster import ray_driver
@@ -58,7 +58,7 @@ class Run:
 
     def call(self, name, method, after=None):
         """Waits for a call of a bundle's method other than `after`, and returns it."""
-        wait_until(lambda: self.ray.call(name, method) not in (None, after), 20)
+        wait_until(lambda: self.ray.call(name, method) not in (None, after), seconds=20)
         return self.ray.call(name, method)
 
     def begin(self):

@@ -6,7 +6,7 @@ import string
 
 import elements
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dreamerv3.cli.config import (
@@ -378,11 +378,7 @@ def as_flag(key, value):
     "examples", [15, pytest.param(500, marks=pytest.mark.slow)], ids=str
 )
 def test_flags_to_config_to_file_and_back(tmp_path, examples):
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    @settings(max_examples=examples)
     @given(overrides())
     def check(overrides):
         argv = [part for item in overrides.items() for part in as_flag(*item)]

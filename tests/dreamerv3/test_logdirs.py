@@ -3,9 +3,9 @@
 import stat
 import subprocess
 import sys
-import time
 
 import pytest
+from waiting_testing import WAIT, wait_until
 
 from dreamerv3.cli import scripts
 from dreamerv3.cli.config import ConfigError, load_config
@@ -22,7 +22,6 @@ from dreamerv3.main import main
 
 FLAGS = ["--task", "dummy_disc", "--script", "rollout", "--random_agent", "True"]
 FLAGS += ["--logger.outputs", "jsonl"]
-WAIT = 60.0
 
 
 @pytest.fixture
@@ -72,9 +71,7 @@ def test_two_programs_do_not_share_a_logdir(tmp_path, capsys):
     command = [sys.executable, "-m", "dreamerv3.main", *flags, "--run.steps", "1e9"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as first:
         try:
-            deadline = time.monotonic() + WAIT
-            while not (logdir / FILENAME).exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
+            wait_until((logdir / FILENAME).exists)
             with pytest.raises(LogdirInUse, match=f"process {first.pid} of "):
                 claim(logdir)
             assert main([*flags, "--run.steps", "10"]) == 2

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import agent_testing as testing
 import jax.numpy as jnp
 import pytest
 from dreamer_testing import make_config, train_rounds
+from program_testing import run_example
 
 import dreamerv3
 from dreamerv3.cli.config import ConfigError, load_config
@@ -28,17 +26,7 @@ TINY = [
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # Most of it for the first compilation.
 def test_example_trains(tmp_path):
-    command = [sys.executable, EXAMPLE, "--logdir", tmp_path / "run", *TINY]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=390,
-        cwd=tmp_path,
-        # Quick to compile and slow to run, for programs that run briefly.
-        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
-    )
-    assert result.returncode == 0, result.stderr
+    run_example(EXAMPLE, tmp_path, "--logdir", tmp_path / "run", *TINY)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line).get("train/loss/smooth") for line in lines]
     assert any(loss and loss > 0 for loss in losses)

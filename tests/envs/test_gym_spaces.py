@@ -110,7 +110,7 @@ def assert_same(gym_space, gym_value, declared, value):
     np.testing.assert_array_equal(gym_value.astype(object), value)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(NESTED, st.integers(0, 2**31 - 1))
 def test_observations_fit_their_space_and_can_be_restored(space, seed):
     gym_env = Echo(space, seed=seed)
@@ -126,7 +126,7 @@ def test_observations_fit_their_space_and_can_be_restored(space, seed):
             assert_same(gym_space, value, env.obs_space[key], obs[key])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(NESTED, st.integers(0, 2**31 - 1))
 def test_actions_arrive_in_the_structure_of_the_action_space(space, seed):
     gym_env = Echo(spaces.Discrete(3), space, seed)
@@ -144,7 +144,7 @@ def test_actions_arrive_in_the_structure_of_the_action_space(space, seed):
         assert_same(gym_space, value, env.act_space[key], action[key])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(LEAVES.filter(lambda space: space.dtype not in (np.int64, np.uint64)))
 def test_any_leaf_is_unified_for_agents(space):
     env = UnifyDtypes(FromGym(Echo(space)))

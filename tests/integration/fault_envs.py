@@ -8,56 +8,21 @@ import threading
 import time
 
 import numpy as np
-
-import embodied
+from loop_testing import Task
 
 LENGTH = 7  # Number of the last step of an episode.
 FAULTY_STEP = 20  # Step of an environment at which it looks for a fault to make.
 
 
-class Counting(embodied.Env):
+class Counting(Task):
     """Environment whose observations hold incarnation, episode and step.
 
     The incarnation is a random number of each instance, unique across processes.
     """
 
     def __init__(self):
-        self._incarnation = int.from_bytes(os.urandom(4), "little") >> 1
-        self._episode = -1
-        self._step = LENGTH
-
-    @property
-    def obs_space(self):
-        return {
-            "where": embodied.Space(np.int32, 3),
-            "reward": embodied.Space(np.float32),
-            "is_first": embodied.Space(bool),
-            "is_last": embodied.Space(bool),
-            "is_terminal": embodied.Space(bool),
-        }
-
-    @property
-    def act_space(self):
-        return {
-            "action": embodied.Space(np.int32, (), 0, 5),
-            "reset": embodied.Space(bool),
-        }
-
-    def step(self, action):
-        if action["reset"] or self._step == LENGTH:
-            self._episode += 1
-            self._step = 0
-        else:
-            self._step += 1
-        done = self._step == LENGTH
-        where = [self._incarnation, self._episode, self._step]
-        return {
-            "where": np.array(where, np.int32),
-            "reward": np.float32(1),
-            "is_first": np.bool_(self._step == 0),
-            "is_last": np.bool_(done),
-            "is_terminal": np.bool_(done),
-        }
+        incarnation = int.from_bytes(os.urandom(4), "little") >> 1
+        super().__init__(incarnation, length=LENGTH)
 
 
 class Slow(Counting):
@@ -76,12 +41,12 @@ class Faulty(Counting):
 
     def __init__(self):
         super().__init__()
-        self._count = 0
+        self._steps = 0
 
     def step(self, action):
         obs = super().step(action)
-        self._count += 1
-        if self._count == FAULTY_STEP and (kind := self._take()):
+        self._steps += 1
+        if self._steps == FAULTY_STEP and (kind := self._take()):
             return getattr(self, f"_{kind}")(obs)
         return obs
 

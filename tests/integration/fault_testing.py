@@ -14,7 +14,8 @@ from collections import Counter
 
 import numpy as np
 from fault_envs import LENGTH
-from parallel_testing import WAIT, Program, last_step, metrics, read_lines, wait_until
+from parallel_testing import WAIT, Program, last_step, metrics, read_lines
+from waiting_testing import wait_until
 
 from embodied.checkpoint import Checkpoint
 from embodied.checkpoint.store import Manifest
@@ -61,8 +62,7 @@ class Run(Program):
 
     def pid_of(self, role):
         """Waits until a role has a process, and returns its id."""
-        wait_until(lambda: role in self.roles() or not self.running, WAIT, self)
-        assert self.running, self.output()
+        self.wait_until(lambda: role in self.roles())
         return self.roles()[role].pid
 
     def kill(self, *roles):
@@ -72,11 +72,7 @@ class Run(Program):
         for pid in before.values():
             os.kill(pid, signal.SIGKILL)
         for role, pid in before.items():
-            wait_until(
-                lambda role=role: self.restarts(role) > seen[role] or not self.running,
-                WAIT,
-                self,
-            )
+            self.wait_until(lambda role=role: self.restarts(role) > seen[role])
             assert self.pid_of(role) != pid
 
     def restarts(self, role):
@@ -95,8 +91,7 @@ class Run(Program):
             on = sum(updates) >= 2 and last_step(self.logdir) > step
             return on and envs[-1:] == [ENVS]
 
-        wait_until(lambda: is_on() or not self.running, seconds, self)
-        assert self.running, self.output()
+        self.wait_until(is_on, seconds)
 
     def stays(self, seconds):
         """Lets the run continue for some seconds; fails if it ends."""
@@ -107,12 +102,7 @@ class Run(Program):
     def saves(self):
         """Waits for two more checkpoints, the second of which began after this call."""
         seen = len(manifest_paths(self.logdir))
-        wait_until(
-            lambda: len(manifest_paths(self.logdir)) >= seen + 2 or not self.running,
-            WAIT,
-            self,
-        )
-        assert self.running, self.output()
+        self.wait_until(lambda: len(manifest_paths(self.logdir)) >= seen + 2)
 
     def addresses(self):
         """Waits for the ports of actor, replay and logger, and returns them."""
@@ -130,7 +120,7 @@ class Run(Program):
         children = self.children()
         os.kill(self.pid, signal.SIGKILL)
         self.wait()
-        wait_until(lambda: not any(map(is_alive, children)), 10, self)
+        wait_until(lambda: not any(map(is_alive, children)), seconds=10)
 
 
 def is_alive(process):
@@ -260,8 +250,7 @@ def check_ratio(run, lost=False, waits=True, resumes=0):
         found = manifest_paths(run.logdir)
         return len(found) >= seen + 3 and read_manifest(found[-1]).meta["step"] >= last
 
-    wait_until(lambda: is_enough() or not run.running, WAIT, run)
-    assert run.running, run.output()
+    run.wait_until(is_enough)
     saved = manifests(run.logdir)
     updates = [updates_of(run.logdir, manifest) for manifest in saved]
     assert updates == sorted(updates)

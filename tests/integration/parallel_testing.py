@@ -9,9 +9,9 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
+from waiting_testing import wait_until
 
 from embodied.checkpoint import Checkpoint
 from embodied.rpc import Keys, free_port
@@ -136,15 +136,17 @@ class Program:
         size = os.fstat(self._shown.fileno()).st_size
         return os.pread(self._shown.fileno(), size, 0).decode(errors="replace")
 
+    def wait_until(self, condition, seconds=WAIT):
+        """Waits until a condition is true; fails if the program ends before."""
+        return wait_until(condition, seconds=seconds, program=self)
+
     def wait_for(self, text, seconds=WAIT):
         """Waits until a text is printed."""
-        wait_until(lambda: text in self.output() or not self.running, seconds, self)
-        assert text in self.output(), self.output()
+        self.wait_until(lambda: text in self.output(), seconds)
 
     def wait_for_step(self, logdir, step, seconds=WAIT):
         """Waits until the metrics of a step are written."""
-        wait_until(lambda: last_step(logdir) >= step or not self.running, seconds, self)
-        assert last_step(logdir) >= step, self.output()
+        self.wait_until(lambda: last_step(logdir) >= step, seconds)
 
     def wait_for_envs(self, logdir, count, seconds=WAIT):
         """Waits until the actor has reported that it serves `count` environments."""
@@ -154,19 +156,7 @@ class Program:
 
     def wait_for_metrics(self, logdir, condition, seconds=WAIT):
         """Waits until the metrics written so far fulfil a condition."""
-        wait_until(
-            lambda: condition(metrics(logdir)) or not self.running, seconds, self
-        )
-        assert condition(metrics(logdir)), self.output()
-
-
-def wait_until(condition, seconds=WAIT, program=None):
-    """Polls a condition that another process fulfils without a signal."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        shown = program.output() if program else ""
-        assert time.monotonic() < deadline, f"It did not come true.\n{shown}"
-        time.sleep(0.05)
+        self.wait_until(lambda: condition(metrics(logdir)), seconds)
 
 
 _parsed = {}  # By path: number of bytes, parsed lines, and the last line as bytes.
@@ -231,9 +221,10 @@ def shared_addresses(folder):
 
 
 def import_path():
-    """Returns the PYTHONPATH of programs, which begins with this folder."""
-    here = str(pathlib.Path(__file__).parent)
-    return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    """Returns the PYTHONPATH of programs, which begins with the folders of helpers."""
+    here = pathlib.Path(__file__).parent
+    path = [str(here), str(here.parent), os.environ.get("PYTHONPATH")]
+    return os.pathsep.join(filter(None, path))
 
 
 def _memory_file():

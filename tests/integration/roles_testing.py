@@ -10,6 +10,7 @@ from parallel_testing import WAIT, small
 from tiny_testing import Parts
 
 from embodied.rpc import Client, Keys, free_port
+from embodied.run.parallel import parallel_logger, parallel_replay
 from embodied.workers import Process, stop
 
 
@@ -33,6 +34,17 @@ class Roles:
         process = Process(function, *pickled, self.args)
         process.start()
         self.processes.append(process)
+
+    def start_stores(self):
+        """Starts the logger and the replay."""
+        parts = self.parts
+        self.start(parallel_logger, parts.make_logger)
+        self.start(
+            parallel_replay,
+            parts.make_replay,
+            parts.make_replay_eval,
+            parts.make_stream,
+        )
 
     def client(self, role, **kwargs):
         address = self.args[f"{role}_addr"]

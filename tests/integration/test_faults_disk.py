@@ -3,7 +3,6 @@
 import pathlib
 import re
 import shutil
-import subprocess
 
 import pytest
 from fault_testing import (
@@ -14,7 +13,6 @@ from fault_testing import (
     check_replay,
     manifests,
 )
-from parallel_testing import wait_until
 
 from embodied.checkpoint import Checkpoint
 
@@ -86,24 +84,12 @@ def truncate(path):
     path.write_bytes(data[: len(data) // 2])
 
 
-@pytest.fixture
-def small_disk(tmp_path, request):
-    """A file system with room for few saves; by default of 30 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    size = getattr(request, "param", "30m")
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, timeout=30)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if mounted.returncode:
-        pytest.skip(f"tmpfs cannot be mounted: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True, timeout=30)
+# Of a size that has room for few saves.
+DISK = pytest.mark.parametrize("small_disk", ["30m"], indirect=True)
 
 
 class TestFullDisk:
+    @DISK
     def test_the_last_save_stays_and_the_run_goes_on(self, small_disk):
         logdir = small_disk / "run"
         with Run(logdir) as run:
@@ -114,12 +100,11 @@ class TestFullDisk:
             last = Checkpoint(logdir).newest()
             run.wait_for(f"The last checkpoint, {last.tag}, is untouched.")
             seen = run.output()
-            wait_until(
+            run.wait_until(
                 lambda: (
                     run.output().count(NOT_SAVED) > seen.count(NOT_SAVED) + 1
                     and shown_step(run.output()) > shown_step(seen)
-                ),
-                program=run,
+                )
             )
             assert Checkpoint(logdir).newest() == last
             (small_disk / "ballast").unlink()
@@ -130,6 +115,7 @@ class TestFullDisk:
             run.leave()
         check_replay(logdir)
 
+    @DISK
     def test_an_end_that_cannot_be_saved_is_an_error(self, small_disk):
         logdir = small_disk / "run"
         with Run(logdir) as run:
@@ -159,6 +145,7 @@ class TestFullDisk:
         assert "is untouched" not in shown and "Traceback" not in shown
         assert not Checkpoint(small_disk / "run").exists()
 
+    @DISK
     def test_checkpoints_that_will_not_all_fit_are_told(self, small_disk):
         flags = ["--script", "train", "--run.steps", "50"]
         with Run(small_disk / "run", *flags, "--run.keep", "1000000") as run:
@@ -190,7 +177,7 @@ class TestEndDuringSave:
         flags = ["--run.save_every", "-1", "--run.agent_process", process]
         with Run(tmp_path, *flags) as run:
             run.saves()
-            wait_until(lambda: is_saving(tmp_path), program=run)
+            run.wait_until(lambda: is_saving(tmp_path))
             run.leave()
             assert "WARNING" not in run.output()
         saved = manifests(tmp_path)

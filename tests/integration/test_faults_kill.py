@@ -22,7 +22,7 @@ from fault_testing import (
     steps_in,
     steps_of,
 )
-from parallel_testing import WAIT, last_step, wait_until
+from parallel_testing import last_step
 
 from embodied.checkpoint import Checkpoint
 
@@ -75,12 +75,12 @@ class TestRolesThatComeBack:
             os.kill(logger, signal.SIGSTOP)  # No save is committed without it.
             saved = manifests(tmp_path)[-1].tag
             written = tmp_path / "ckpt" / "replay_eval"
-            wait_until(lambda: newest_part(written) > saved, program=run)
+            run.wait_until(lambda: newest_part(written) > saved)
             # Time for the replay's answer to arrive, which nothing shows. Meanwhile the
             # save stays uncommitted.
             run.stays(1.0)
             run.kill("replay")
-            wait_until(lambda: run.output().count("The replay has ") > 1, program=run)
+            run.wait_until(lambda: run.output().count("The replay has ") > 1)
             os.kill(logger, signal.SIGCONT)
             run.wait_for("A role was restarted meanwhile.")
             run.saves()
@@ -96,7 +96,7 @@ class TestRolesThatComeBack:
             run.goes_on()
             before = manifests(tmp_path)[-1].meta["step"]
             for _ in range(rounds):
-                wait_until(lambda: not_saved(tmp_path) > LOST, program=run)
+                run.wait_until(lambda: not_saved(tmp_path) > LOST)
                 run.kill("agent")
                 run.wait_for("Continuing at step")
                 run.goes_on()
@@ -139,7 +139,7 @@ class TestLauncher:
         enough = 2 * ENVS * (BATCH_LENGTH + CONTEXT)
         flags = ["--batch_size", "64"]
         with Run(tmp_path, *flags, task="Slow") as run:
-            wait_until(lambda: step() >= enough, WAIT, run)
+            run.wait_until(lambda: step() >= enough)
             run.crash()
             assert "training begins" not in run.output()
         with Run(tmp_path, *flags, task="Slow") as run:
@@ -184,8 +184,7 @@ def wait_for_incarnations(run, count):
         number = len(manifest_paths(run.logdir))
         return number > 0 and saved_in(number) == count
 
-    wait_until(lambda: is_there() or not run.running, WAIT, run)
-    assert run.running, run.output()
+    run.wait_until(is_there)
 
 
 def incarnations(steps):

@@ -8,7 +8,8 @@ import time
 
 import pytest
 from fault_testing import Run, check_replay, manifests
-from parallel_testing import HASTY, wait_until
+from parallel_testing import HASTY
+from waiting_testing import wait_until
 
 from embodied.run.parallel.stopping import StopDeadline, StopTimeout
 
@@ -68,7 +69,7 @@ class TestStopDeadline:
             for _ in range(6):
                 watch.step()
                 assert not late.wait(0.4)
-            wait_until(late.is_set, SLACK)
+            wait_until(late.is_set, seconds=SLACK)
 
     def test_an_end_in_time_is_no_failure(self, tmp_path):
         stop, late = threading.Event(), threading.Event()

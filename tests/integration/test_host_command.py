@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-from parallel_testing import Program, import_path, metrics, small, wait_until
+from parallel_testing import Program, import_path, metrics, small
 
 from dreamerv3.cli.config import load_config, to_arguments
 from dreamerv3.cli.factories import image_size
@@ -101,7 +101,7 @@ def test_environments_beside_those_of_the_run(tmp_path):
         live = json.loads(pathlib.Path(tmp_path, "addresses.json").read_text())
         assert live["actor_addr"] in argv
         with Program(*argv) as host:
-            wait_until(lambda: 4 in metrics(tmp_path)["parallel/envs"], program=host)
+            host.wait_until(lambda: 4 in metrics(tmp_path)["parallel/envs"])
     code, _, notes = host_command(tmp_path)
     assert code == 2 and "logdir of a live run" in notes
 

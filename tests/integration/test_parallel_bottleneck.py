@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from parallel_testing import Program, small, wait_until
+from parallel_testing import Program, small
 
 from embodied.run.parallel import bottleneck
 
@@ -91,8 +91,7 @@ def test_the_slow_role_is_named(tmp_path, role):
         def settled():
             return named(program)[before:][-LINES:] == [role] * LINES
 
-        wait_until(lambda: settled() or not program.running, WAIT, program)
-        assert settled(), program.output()
+        program.wait_until(settled, WAIT)
 
 
 def named(program):

@@ -2,25 +2,19 @@
 
 import numpy as np
 import pytest
-from parallel_testing import WAIT, metrics, wait_until
+from parallel_testing import WAIT, metrics
 from roles_testing import Roles, transitions
+from waiting_testing import wait_until
 
 from embodied.rpc import RemoteError
-from embodied.run.parallel import parallel_agent, parallel_logger, parallel_replay
+from embodied.run.parallel import parallel_agent
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
     """Roles with a replay and a logger, which only the test uses."""
     with Roles(tmp_path_factory.mktemp("stores"), "--run.train_ratio", "0") as roles:
-        parts = roles.parts
-        roles.start(parallel_logger, parts.make_logger)
-        roles.start(
-            parallel_replay,
-            parts.make_replay,
-            parts.make_replay_eval,
-            parts.make_stream,
-        )
+        roles.start_stores()
         yield roles
 
 
@@ -28,15 +22,8 @@ def stores(tmp_path_factory):
 def actor(tmp_path_factory):
     """Roles with an actor and all that it needs; the test plays the workers."""
     with Roles(tmp_path_factory.mktemp("actor")) as roles:
-        parts = roles.parts
-        roles.start(parallel_logger, parts.make_logger)
-        roles.start(
-            parallel_replay,
-            parts.make_replay,
-            parts.make_replay_eval,
-            parts.make_stream,
-        )
-        roles.start(parallel_agent, parts.make_agent)
+        roles.start_stores()
+        roles.start(parallel_agent, roles.parts.make_agent)
         yield roles
 
 
@@ -166,7 +153,7 @@ class TestActor:
         for is_last in (False, True):
             reply = client.act(observation(0, is_last)).result(WAIT)
             assert set(reply) == {"action", "reset"}
-            assert reply["reset"] == is_last and 0 <= reply["action"] < 5
+            assert reply["reset"] == is_last and 0 <= reply["action"] < 1000
 
     def test_a_stack_gets_a_stack(self, actor):
         client = actor.client("actor")

@@ -1,91 +1,19 @@
 """Runs on two hosts with keys; the hosts are network namespaces with a cable."""
 
 import contextlib
-import itertools
-import os
-import subprocess
 import time
 
 import pytest
-from parallel_testing import LEAN, Program, Saved, last_step, small, wait_until
+from parallel_testing import LEAN, Program, Saved, last_step, small
 
 from benchmarks.chaos.audit import read_stored
+from benchmarks.chaos.network import Hosts
 from benchmarks.chaos.numbered_env import TRACES
 from embodied.rpc import Keys
 
-NUMBERS = itertools.count()
 PARTITION_SECONDS = 35.0  # More than any timeout of a connection.
 # Environments in which every step is unique.
 NUMBERED = ["--task", "benchmarks.chaos.numbered_env:Numbered", "--run.eval_envs", "0"]
-
-
-class Hosts:
-    """Two namespaces: 'train' with `address`, and 'env'.
-
-    Each of them has a loopback interface and one end of a virtual cable, and reaches
-    nothing else.
-    """
-
-    def __init__(self):
-        number = f"{os.getpid() % 100000}{next(NUMBERS)}"
-        self.address = "10.213.7.1"
-        self._names = {"train": f"dt{number}", "env": f"de{number}"}
-        self._cable = (f"vt{number}", f"ve{number}")
-
-    def __enter__(self):
-        try:
-            self._make()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error):
-        for name in self._names.values():  # This removes the cable, too.
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-    def prefix(self, host):
-        """Returns the words before a command that run it on a host."""
-        return ["ip", "netns", "exec", self._names[host]]
-
-    def pull_cable(self, seconds):
-        """Cuts the connection between the hosts for some seconds."""
-        near = ("-n", self._names["train"], "link", "set", self._cable[0])
-        ip(*near, "down")
-        time.sleep(seconds)
-        ip(*near, "up")
-
-    def _make(self):
-        for name in self._names.values():
-            ip("netns", "add", name)
-        near, far = self._cable
-        train, env = self._names["train"], self._names["env"]
-        ip(
-            "link",
-            "add",
-            near,
-            "netns",
-            train,
-            "type",
-            "veth",
-            "peer",
-            far,
-            "netns",
-            env,
-        )
-        for host, end, address in (
-            (train, near, self.address),
-            (env, far, "10.213.7.2"),
-        ):
-            ip("-n", host, "addr", "add", f"{address}/24", "dev", end)
-            ip("-n", host, "link", "set", end, "up")
-            ip("-n", host, "link", "set", "lo", "up")
-
-
-def ip(*arguments):
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 @pytest.fixture
@@ -138,11 +66,13 @@ def test_a_host_that_was_out_of_reach_comes_back(hosts, tmp_path, monkeypatch):
     pair = commands(hosts, tmp_path, keys, keys, *NUMBERED, "--replay.size", "1e6")
     with pair[0] as train, pair[1] as env:
         train.wait_for_envs(logdir, 2)
-        hosts.pull_cable(PARTITION_SECONDS)
+        hosts.connect(False)
+        time.sleep(PARTITION_SECONDS)
+        hosts.connect(True)
         assert "No contact with envs 0 to 1 since " in train.output()
         train.wait_for("Back after ")
         step = last_step(logdir)
-        wait_until(lambda: last_step(logdir) > step + 200, program=train)
+        train.wait_until(lambda: last_step(logdir) > step + 200)
         train.interrupt()
         assert train.wait() == 0, f"{train.output()}\n{env.output()}"
         assert env.wait() == 0, env.output()

@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from parallel_testing import HASTY, LEAN, Program, Saved, small, wait_until
+from parallel_testing import HASTY, LEAN, Program, Saved, small
 
 from embodied.rpc import free_port
 
@@ -30,7 +30,7 @@ class TestRoleThatDoesNotAnswer:
             children = program.children()
             os.kill(program.roles()["replay"].pid, signal.SIGSTOP)
             program.interrupt()
-            wait_until(lambda: is_saving(tmp_path), program=program)
+            program.wait_until(lambda: is_saving(tmp_path))
             assert program.running
             program.interrupt()
             assert program.wait(SOON) == 130, program.output()
@@ -55,7 +55,7 @@ class TestRoleThatDoesNotAnswer:
             agent.wait_for_step(logdir, 100)
             os.kill(replay.pid, signal.SIGSTOP)
             agent.interrupt()
-            wait_until(lambda: is_saving(logdir), program=agent)
+            agent.wait_until(lambda: is_saving(logdir))
             agent.interrupt()
             assert agent.wait(SOON) == 130, agent.output()
             assert envs.running, "they wait for an agent that continues"
@@ -66,7 +66,7 @@ class TestRoleThatDoesNotAnswer:
             program.wait_for_step(tmp_path, 100)
             replay = program.roles()["replay"].pid
             os.kill(replay, signal.SIGSTOP)
-            wait_until(lambda: is_saving(tmp_path), program=program)
+            program.wait_until(lambda: is_saving(tmp_path))
             os.kill(replay, signal.SIGKILL)
             begin = time.monotonic()
             assert program.wait(2 * SOON) == 1, program.output()

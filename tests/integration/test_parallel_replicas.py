@@ -9,16 +9,8 @@ import threading
 import time
 
 import pytest
-from parallel_testing import (
-    HASTY,
-    LEAN,
-    WAIT,
-    Program,
-    Saved,
-    metrics,
-    small,
-    wait_until,
-)
+from parallel_testing import HASTY, LEAN, WAIT, Program, Saved, metrics, small
+from waiting_testing import wait_until
 
 from embodied import rpc
 from embodied.run.parallel import replicas as replicas_module

@@ -13,7 +13,6 @@ from parallel_testing import (
     metrics,
     shared_addresses,
     small,
-    wait_until,
 )
 
 from dreamerv3.main import main
@@ -61,9 +60,7 @@ def test_one_command_runs(tmp_path, flags, roles):
     steps = 100 if "portal" in flags else 1000
     with Program(*small(tmp_path, *flags, steps=steps)) as program:
         seen = set()
-        wait_until(
-            lambda: seen.update(program.roles()) or not program.running, program=program
-        )
+        program.wait_until(lambda: seen.update(program.roles()) or not program.running)
         assert program.wait() == 0, program.output()
         assert "Traceback" not in program.output()
     assert seen == roles
@@ -106,7 +103,7 @@ class Joined:
     def check_goes_on(self):
         """Checks that run and host continue, unaffected by refused hosts."""
         step = last_step(self.logdir)
-        wait_until(lambda: last_step(self.logdir) > step, program=self.trainer)
+        self.trainer.wait_until(lambda: last_step(self.logdir) > step)
         for program in (self.trainer, self.host):
             assert program.running and "restarted" not in program.output()
 

@@ -7,8 +7,9 @@ import signal
 import numpy as np
 import pytest
 from fault_testing import check_files
-from parallel_testing import WAIT, wait_until
+from parallel_testing import WAIT
 from roles_testing import Roles, transitions
+from waiting_testing import wait_until
 
 from embodied.checkpoint import Checkpoint
 from embodied.run.parallel import parallel_logger, parallel_replay

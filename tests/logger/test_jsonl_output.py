@@ -159,7 +159,7 @@ def test_a_whole_line_without_its_end_is_completed(tmp_path):
     assert [line["step"] for line in read(path)] == [1, 2, 3]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_file_cut_anywhere_stays_valid_and_keeps_its_whole_lines(
     tmp_path_factory, data

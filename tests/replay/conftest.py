@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 
 import pytest
@@ -17,20 +16,6 @@ def memory_folder():
     """Makes temporary folders, if possible in memory, where syncing is quick."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     return lambda: tempfile.TemporaryDirectory(dir=place)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MB."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, timeout=30)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if mounted.returncode:
-        pytest.skip(f"tmpfs cannot be mounted: {mounted.stderr.decode().strip()}")
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True, timeout=30)
 
 
 @pytest.fixture

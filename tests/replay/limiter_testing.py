@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from hypothesis import strategies as st
+from waiting_testing import WAIT, wait_until
 
 from embodied.replay.limiters import SamplesPerInsert
-
-PATIENCE = 60.0  # Seconds after which a thread that waits counts as stuck.
 
 
 def started(ratio=0.5, tolerance=64, min_size=16):
@@ -28,7 +26,7 @@ def may_sample(limiter):
     return limiter.wait_sample(timeout=0)
 
 
-def insert(limiter, amount=1, timeout=PATIENCE):
+def insert(limiter, amount=1, timeout=WAIT):
     """Waits until steps may be stored, then counts them; returns whether it did."""
     if not limiter.wait_insert(amount, timeout):
         return False
@@ -36,7 +34,7 @@ def insert(limiter, amount=1, timeout=PATIENCE):
     return True
 
 
-def sample(limiter, amount=16, timeout=PATIENCE):
+def sample(limiter, amount=16, timeout=WAIT):
     """Waits until samples may be drawn, then counts them; returns whether it did."""
     if not limiter.wait_sample(timeout):
         return False
@@ -71,17 +69,9 @@ class Call:
         self.result = self.function(*self.args)
 
     def wait(self):
-        self.thread.join(PATIENCE)
+        self.thread.join(WAIT)
         assert not self.thread.is_alive(), "The call still waits."
         return self.result
-
-
-def wait_until(condition):
-    """Waits until other threads have made the condition true."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "Other threads are stuck."
-        threading.Event().wait(0.001)
 
 
 def wait_until_in_line(limiter, amount):

@@ -18,9 +18,9 @@ from limiter_testing import (
     sample_until_held,
     settings_of_a_run,
     started,
-    wait_until,
     wait_until_in_line,
 )
+from waiting_testing import wait_until
 
 from embodied.replay.limiters import SamplesPerInsert
 

@@ -6,7 +6,8 @@ import functools
 import logging
 
 import pytest
-from rpc_testing import WAIT, Backend, Proxy, echo, fail
+from rpc_testing import Backend, Proxy, echo, fail
+from waiting_testing import WAIT
 
 from embodied.rpc import Keys
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
-import time
 
 import numpy as np
+from waiting_testing import WAIT, wait_until
 
 from embodied.rpc import Keys, free_port, transport
-
-WAIT = 20.0  # Seconds; far above what anything takes, also on a busy machine.
 
 
 class Backend:
@@ -145,13 +144,18 @@ def in_threads(function, arguments):
     ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + WAIT
     for thread in threads:
-        thread.join(max(0, deadline - time.monotonic()))
+        thread.join(WAIT)
         assert not thread.is_alive(), "A thread did not end."
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(threads))]
+
+
+def wait_for_calls(server, count):
+    """Waits until so many calls have arrived since the last time stats were asked."""
+    arrived = itertools.accumulate(server.stats()["calls"] for _ in itertools.count())
+    wait_until(lambda: next(arrived) >= count, f"{count} calls")
 
 
 def same(left, right):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_local_link import KEYS, WAIT, wait_for
+from test_local_link import KEYS
+from waiting_testing import WAIT, wait_until
 
 from embodied.rpc import BatchServer, Client, RemoteError, batching, free_port, links
 
@@ -78,7 +79,7 @@ class TestCachedCalls:
                 assert 0 < len(session.link.cached) <= batching.MAX_CACHED
             client._caller._link.abort()
             assert client.act(observation(3)).result(WAIT)["mean"] == 3
-            wait_for(lambda: len(session.link.cached) == 1)
+            wait_until(lambda: len(session.link.cached) == 1)
 
     def test_an_error_of_the_server_itself_ends_no_link(
         self, batch_server, monkeypatch
@@ -88,6 +89,6 @@ class TestCachedCalls:
             with monkeypatch.context() as patch:
                 patch.setattr(batch_server, "_take_in", lambda *args: 1 / 0)
                 client.act(observation(2))
-                wait_for(lambda: batch_server.rejected.get("internal") == 1)
+                wait_until(lambda: batch_server.rejected.get("internal") == 1)
         with Client(batch_server.addr, keys=KEYS) as client:
             assert client.act(observation(3)).result(WAIT)["mean"] == 3

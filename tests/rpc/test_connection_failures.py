@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 
 import pytest
+from waiting_testing import WAIT
 
 from embodied.rpc import Client, Disconnected, Server, free_port
 from embodied.rpc.client import Caller
-
-WAIT = 10.0
 
 
 class Failing(Caller):

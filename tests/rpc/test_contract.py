@@ -7,7 +7,8 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from rpc_testing import WAIT, echo, in_threads, same
+from rpc_testing import echo, in_threads, same
+from waiting_testing import WAIT
 
 from embodied.rpc import RemoteError, WireError
 

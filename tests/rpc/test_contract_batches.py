@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
-from rpc_testing import WAIT, in_threads, same
+from rpc_testing import in_threads, same, wait_for_calls
+from waiting_testing import WAIT, wait_until
 
 from embodied.rpc import Disconnected, RemoteError
 
@@ -119,11 +121,7 @@ class TestForming:
         futures = [client.act(row(x)) for x in range(2)]
         assert policy.entered.acquire(timeout=WAIT)
         futures += [client.act(row(x)) for x in range(2, 14)]
-        deadline = time.monotonic() + WAIT
-        arrived = 0
-        while arrived < 14:
-            arrived += server.stats()["calls"]
-            assert time.monotonic() < deadline
+        wait_for_calls(server, 14)
         policy.gate.set()
         for x, future in enumerate(futures):
             assert same(future.result(WAIT), answer_row(x))
@@ -375,26 +373,24 @@ class TestAround:
         (client,) = clients(rpc, server, 1)
         for rows in (4, 2):
             client.call("act", stack(range(rows)), rows=rows).result(WAIT)
-        stats = server.stats()
-        deadline = time.monotonic() + WAIT
-        while stats["batches"] < 2:  # Batches are counted after their replies.
-            later = server.stats()
+        total = Counter()
+
+        def counted():  # Batches are counted after their replies.
+            stats = server.stats()
+            assert stats["batch_waiting"] == 0
             rows = stats["batches"] * stats["batch_rows"]
-            rows += later["batches"] * later["batch_rows"]
-            stats["batches"] += later["batches"]
-            stats["batch_rows"] = rows / max(1, stats["batches"])
-            assert time.monotonic() < deadline
-        assert (stats["batches"], stats["batch_rows"]) == (2, 3.0)
-        assert (stats["calls"], stats["batch_waiting"]) == (2, 0)
+            total.update(batches=stats["batches"], rows=rows, calls=stats["calls"])
+            return total["batches"] >= 2
+
+        wait_until(counted)
+        assert total == {"batches": 2, "rows": 6, "calls": 2}
 
     def test_waiting_rows_are_in_the_stats(self, rpc):
         server = serve(rpc, Policy(), batch=4)
         client, other = clients(rpc, server, 2)
         client.call("act", stack([1, 2]), rows=2)
         client.act(row(3))
-        deadline = time.monotonic() + WAIT
-        while server.stats()["batch_waiting"] < 3:
-            assert time.monotonic() < deadline
+        wait_until(lambda: server.stats()["batch_waiting"] == 3)
         other.act(row(4)).result(WAIT)
         assert server.stats()["batch_waiting"] == 0
 
@@ -408,9 +404,7 @@ class TestAround:
         server = serve(rpc, policy)
         client = rpc.client(server)
         future = client.act(row(1))
-        deadline = time.monotonic() + WAIT
-        while server.stats()["batch_waiting"] < 1:
-            assert time.monotonic() < deadline
+        wait_until(lambda: server.stats()["batch_waiting"] == 1)
         server.close()
         assert policy.batches == []
         other = rpc.batch_server(server.addr)

@@ -10,6 +10,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from waiting_testing import wait_until
 
 from embodied.rpc import (
     BatchServer,
@@ -106,10 +107,7 @@ def test_handshakes_that_are_cut_are_not_taken_for_wrong_keys(monkeypatch, known
             proxy.broken = True
             proxy.cut()
             future = client.echo(2)
-            deadline = time.monotonic() + 30
-            while proxy.cuts <= zmq_links.FAILED_HANDSHAKES:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            wait_until(lambda: proxy.cuts > zmq_links.FAILED_HANDSHAKES)
             proxy.broken = False
             assert future.result(30) == 2
 
@@ -122,10 +120,7 @@ def test_a_proxy_without_a_server_is_waited_for(monkeypatch):
     server.bind("echo", lambda x: x)
     with Proxy(int(server.addr.split(":")[1])) as proxy, Client(proxy.port) as client:
         future = client.echo(1)
-        deadline = time.monotonic() + 30
-        while proxy.cuts <= zmq_links.FAILED_HANDSHAKES + 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: proxy.cuts > zmq_links.FAILED_HANDSHAKES + 2)
         assert not future.done()
         with server:
             assert future.result(30) == 1
@@ -286,10 +281,7 @@ def test_a_call_that_a_restarted_server_never_got_is_sent_to_it(link, monkeypatc
             with server:
                 assert early.result(30) == "early"
                 assert client.echo(number).result(30) == number
-            deadline = time.monotonic() + 30
-            while client.connected:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda: not client.connected)
             early = client.echo("early")
 
 
@@ -320,10 +312,7 @@ def test_a_client_that_comes_back_by_another_link_continues_its_session(monkeypa
         before = session.link
         monkeypatch.setattr("embodied.rpc.links.LOCAL_AVAILABLE", False)
         client._caller._link.abort()
-        deadline = time.monotonic() + 30
-        while not client.connected or session.link in (None, before):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: client.connected and session.link not in (None, before))
         assert isinstance(client._caller._link, zmq_links.DealerLink)
         gate.set()
         for x, future in zip((2, 3), futures):

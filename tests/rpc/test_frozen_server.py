@@ -6,13 +6,13 @@ import time
 
 from embodied import rpc, workers
 
-FROZEN = 2.0  # Seconds; clients count as gone after one.
+FROZEN = 4.5  # Seconds; clients count as gone after three.
 
 
 def serve(port):
     from embodied.rpc import server as servers
 
-    servers.CLIENT_TIMEOUT, servers.HEARTBEAT = 1.0, 0.4
+    servers.CLIENT_TIMEOUT, servers.HEARTBEAT = 3.0, 0.4
     left = []
     server = servers.Server(port)
     server.bind("left", lambda: len(left))

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import psutil
 import pytest
+from waiting_testing import WAIT, wait_until
 
 from embodied.rpc import (
     Client,
@@ -31,7 +32,6 @@ if not links.LOCAL_AVAILABLE:
     pytest.skip("needs Linux", allow_module_level=True)
 
 KEYS = Keys.generate()
-WAIT = 10.0
 
 
 def make_server(addr=0, **kwargs):
@@ -51,13 +51,6 @@ def make_server(addr=0, **kwargs):
 def server():
     with make_server() as server:
         yield server
-
-
-def wait_for(condition, seconds=WAIT):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
 
 
 def kind(client):
@@ -100,7 +93,7 @@ class TestChoice:
             session = next(iter(server.sessions))
             client._caller._link._socket._socket.disconnect(f"tcp://{server.addr}")
             client._caller._link._socket._socket.connect(f"tcp://{server.addr}")
-            wait_for(
+            wait_until(
                 lambda: isinstance(client._caller._link, LocalLink) and client.connected
             )
             assert client.note(2).result(WAIT) == 2
@@ -202,7 +195,7 @@ class TestProof:
     def test_silent_connections_are_bounded(self, server, monkeypatch):
         monkeypatch.setattr(links, "MAX_UNKNOWN", 5)
         raw = [open_raw(server) for _ in range(10)]
-        wait_for(lambda: len(server._listeners[0]._unknown) == 5)
+        wait_until(lambda: len(server._listeners[0]._unknown) == 5)
         with Client(server.addr, keys=KEYS) as client:
             # The local link is refused, so the client uses ZeroMQ.
             assert client.note(1).result(WAIT) == 1
@@ -378,7 +371,7 @@ class TestDescriptors:
                     peer.receive()
                 peer.close()
                 assert good.note(1).result(WAIT) == 1
-            wait_for(lambda: descriptors() <= before + 10)
+            wait_until(lambda: descriptors() <= before + 10)
 
 
 class TestConnections:
@@ -405,7 +398,7 @@ class TestConnections:
             for number in range(5):
                 assert client.note(number).result(WAIT) == number
                 client._caller._link.abort()
-                wait_for(lambda: client.stats()["reconnects"])
+                wait_until(lambda: client.stats()["reconnects"])
             assert kind(client) is LocalLink
         assert server.seen == list(range(5))
 
@@ -434,4 +427,4 @@ class TestConnections:
                 del client
                 if number == 1:
                     before = descriptors()
-            wait_for(lambda before=before: descriptors() <= before)
+            wait_until(lambda before=before: descriptors() <= before)

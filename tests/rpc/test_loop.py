@@ -8,12 +8,11 @@ import time
 import numpy as np
 import psutil
 import pytest
+from waiting_testing import WAIT, wait_until
 
 from embodied.rpc import BatchServer, Client, Server, free_port
 from embodied.rpc.batching import QUICK_RUNS
 from embodied.rpc.threads import LATE, MAX_FAILURES, Loop
-
-WAIT = 10
 
 
 class Steps:
@@ -50,13 +49,6 @@ class Steps:
     def __exit__(self, *error):
         self.loop.close()
         assert self.loop.join(time.monotonic() + WAIT)
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
 
 
 class TestLoop:

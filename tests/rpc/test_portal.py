@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 import portal
 import pytest
-from rpc_testing import WAIT, Backend, same
+from rpc_testing import Backend, same
+from waiting_testing import WAIT
 
 from embodied.rpc import AuthError, Disconnected, RemoteError, free_port, transport
 from embodied.rpc.links import LinkEnded

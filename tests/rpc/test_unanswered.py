@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from waiting_testing import WAIT
 
 from embodied.rpc import (
     BatchServer,
@@ -14,8 +15,6 @@ from embodied.rpc import (
     Unanswered,
     free_port,
 )
-
-WAIT = 20.0  # Seconds; far above what anything takes, also on a busy machine.
 
 
 @pytest.mark.parametrize("link", ["local", "remote"])

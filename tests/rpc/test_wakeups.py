@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import sys
 import threading
@@ -11,6 +12,7 @@ import time
 import numpy as np
 import psutil
 import pytest
+from waiting_testing import WAIT, wait_until
 
 from embodied.rpc import BatchServer, Client, Server, free_port
 from embodied.rpc.threads import Wakeup
@@ -29,7 +31,6 @@ def client():
     port = free_port()
     server = Server(port)
     server.bind("echo", lambda x: x)
-    server.bind("sleep", time.sleep)
     with server, Client(port, maxinflight=8) as client:
         client.connect(10)
         yield client
@@ -129,18 +130,21 @@ def test_ways_to_learn_of_an_answer_mix(client, eager_switches, threads):
     assert max(slowest) < SLOW
 
 
-def test_a_callback_outlasts_who_else_waited(client):
+def test_a_callback_outlasts_who_else_waited():
     """When the listening thread leaves, another one has to continue."""
-    client.sleep(0.0).result(10)
-    listening = threading.Thread(target=lambda: client.sleep(0.2).result(10))
-    listening.start()
-    deadline = time.monotonic() + 10
-    while not client._caller._turn.taken:  # Until it listens.
-        assert time.monotonic() < deadline
-    called = threading.Event()
-    client.sleep(0.3).add_callback(lambda _: called.set())
-    listening.join()
-    assert called.wait(SLOW)
+    answers, called = queue.SimpleQueue(), threading.Event()
+    server = Server(free_port())
+    server.bind("next", lambda: answers.get(timeout=WAIT))
+    with server, Client(server.addr) as client:
+        client.connect(10)
+        listening = threading.Thread(target=lambda: client.next().result(WAIT))
+        listening.start()
+        wait_until(lambda: client._caller._turn.taken, "a thread that listens")
+        client.next().add_callback(lambda _: called.set())
+        answers.put("for the thread")
+        listening.join()
+        answers.put("for the callback")
+        assert called.wait(SLOW)
 
 
 def test_room_is_made_without_anybody_waiting():

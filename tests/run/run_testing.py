@@ -7,54 +7,26 @@ import json
 import threading
 
 import elements
-import numpy as np
+from loop_testing import SETTINGS, CountingAgent, Notes, Task, make_replay, make_stream
 
 import embodied
 import embodied.run
 from embodied.checkpoint import Checkpoint
 from embodied.logger import JSONLOutput, Logger
-from embodied.replay import Replay
-from embodied.streams import Consec, Stateless
 
-LENGTH = 5  # Actions in an episode, which has one transition more.
 START = 36  # Steps of two envs after which there are 4 · 6 sequences: training begins.
 
 DEFAULTS = {
-    "steps": 200,
-    "duration": 0.0,
-    "train_ratio": 8.0,
-    "log_every": 0.0,
-    "report_every": 0.0,
-    "save_every": 0.0,
-    "envs": 2,
+    **SETTINGS,
     "eval_envs": 2,
     "eval_eps": 2,
-    "report_batches": 1,
-    "from_checkpoint": "",
     "from_checkpoint_regex": ".*",
     "usage": {"psutil": True},
     "debug": True,
     "env_timeout": 30.0,
-    "env_offset": 0,
-    "keep": 3,
-    "replica": 0,
-    "replicas": 1,
     "batch_size": 4,
     "batch_length": 6,
     "report_length": 3,
-    "consec_train": 1,
-    "consec_report": 1,
-    "replay_context": 1,
-    # Read by the parallel program only.
-    "episode_timeout": 180.0,
-    "actor_addr": "localhost:{auto}",
-    "replay_addr": "localhost:{auto}",
-    "logger_addr": "localhost:{auto}",
-    "actor_batch": -1,
-    "actor_threads": 1,
-    "agent_process": False,
-    "remote_replay": False,
-    "remote_envs": False,
 }
 
 
@@ -62,61 +34,11 @@ def make_args(logdir, **changes):
     return elements.Config({**DEFAULTS, "logdir": str(logdir), **changes})
 
 
-class Task(embodied.Env):
-    """Episodes of a fixed length; `where` holds env, episode and position."""
-
-    def __init__(self, index=0, reward=1.0, length=LENGTH):
-        self._index = index
-        self._reward = reward
-        self._length = length
-        self._episode = -1
-        self._count = 0
-        self._done = True
-
-    @property
-    def obs_space(self):
-        return {
-            "where": embodied.Space(np.int32, 3),
-            "reward": embodied.Space(np.float32),
-            "is_first": embodied.Space(bool),
-            "is_last": embodied.Space(bool),
-            "is_terminal": embodied.Space(bool),
-            "log/count": embodied.Space(np.float32),
-        }
-
-    @property
-    def act_space(self):
-        return {
-            "action": embodied.Space(np.int32, (), 0, 1000),
-            "reset": embodied.Space(bool),
-        }
-
-    def step(self, action):
-        if self._done or action["reset"]:
-            self._episode += 1
-            self._count = 0
-        else:
-            self._count += 1
-        self._done = self._count == self._length
-        first = self._count == 0
-        return {
-            "where": np.array([self._index, self._episode, self._count], np.int32),
-            "reward": np.float32(0 if first else self._reward),
-            "is_first": np.bool_(first),
-            "is_last": np.bool_(self._done),
-            "is_terminal": np.bool_(self._done),
-            "log/count": np.float32(self._count),
-        }
-
-
-class NotingAgent(embodied.RandomAgent):
-    """Random agent that records its calls; its state includes a count of updates."""
+class NotingAgent(CountingAgent):
+    """Agent that also records its calls."""
 
     def __init__(self, seed=0):
-        env = Task()
-        spaces = {k: v for k, v in env.obs_space.items() if not k.startswith("log/")}
-        super().__init__(spaces, env.act_space, seed=seed)
-        self.updates = 0
+        super().__init__(seed)
         self.policies = []  # (mode, envs)
         self.trained = []  # Batches.
         self.reported = []
@@ -127,10 +49,8 @@ class NotingAgent(embodied.RandomAgent):
         return super().policy(carry, obs, mode)
 
     def train(self, carry, batch):
-        self.updates += 1
         self.trained.append(batch)
-        carry, outputs, metrics = super().train(carry, batch)
-        return carry, outputs, {**metrics, "updates": np.float32(self.updates)}
+        return super().train(carry, batch)
 
     def report(self, carry, batch):
         self.reported.append(batch)
@@ -140,72 +60,21 @@ class NotingAgent(embodied.RandomAgent):
         self.streams += 1
         return super().stream(st)
 
-    def save(self):
-        return {**super().save(), "updates": self.updates}
 
-    def load(self, data, regex=None):
-        super().load(data, regex)
-        if regex is None or "rng" not in regex:
-            self.updates = data["updates"]
+class FailingAgent(NotingAgent):
+    """Agent whose sixth update fails."""
 
-
-class Notes:
-    """Logger with the methods that loops use, which keeps all metrics in memory."""
-
-    def __init__(self):
-        self.step = elements.Counter()
-        self.rows = []
-        self.writes = 0
-        self.closed = False
-
-    def add(self, mapping, prefix=None):
-        for name, value in mapping.items():
-            name = f"{prefix}/{name}" if prefix else name
-            self.rows.append((int(self.step), name, value))
-
-    def write(self):
-        self.writes += 1
-
-    def close(self):
-        self.closed = True
-
-    def names(self):
-        return {name for _, name, _ in self.rows}
-
-    def values(self, name):
-        return [value for _, found, value in self.rows if found == name]
-
-    def steps(self, name):
-        return [step for step, found, _ in self.rows if found == name]
+    def train(self, carry, batch):
+        if self.updates == 5:
+            raise FloatingPointError("not a number")
+        return super().train(carry, batch)
 
 
-def make_replay(args, name="replay", **kwargs):
-    training = name == "replay"
-    length = (
-        args.consec_train * args.batch_length
-        if training
-        else args.consec_report * args.report_length
-    )
-    return Replay(
-        length + args.replay_context,
-        directory=f"{args.logdir}/{name}",
-        chunksize=64,
-        context=args.replay_context,
-        name=name,
-        **{"capacity": 1000, **kwargs},
-    )
-
-
-def make_stream(args, replay, mode):
-    training = mode == "train"
-    return Consec(
-        Stateless(replay.sample, args.batch_size, mode),
-        length=args.batch_length if training else args.report_length,
-        consec=args.consec_train if training else args.consec_report,
-        prefix=args.replay_context,
-        strict=training,
-        contiguous=True,
-    )
+def make_named_replay(args, name="replay", **kwargs):
+    """Returns a buffer that is saved in the folder of its name."""
+    folder = f"{args.logdir}/{name}"
+    kwargs = {"directory": folder, "chunksize": 64, "name": name, **kwargs}
+    return make_replay(args, name == "replay", **kwargs)
 
 
 class Parts:
@@ -225,11 +94,11 @@ class Parts:
         return self.agent
 
     def make_replay(self, **kwargs):
-        self.replay = make_replay(self.args, **kwargs)
+        self.replay = make_named_replay(self.args, **kwargs)
         return self.replay
 
     def make_replay_eval(self):
-        self.replay_eval = make_replay(self.args, "replay_eval")
+        self.replay_eval = make_named_replay(self.args, "replay_eval")
         return self.replay_eval
 
     def make_env(self, index):

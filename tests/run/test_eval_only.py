@@ -8,7 +8,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import scipy.stats
-from run_testing import LENGTH, NotingAgent, Parts, Task
+from loop_testing import LENGTH, Task
+from run_testing import NotingAgent, Parts
 
 import embodied
 from embodied.base import TaskError

@@ -4,7 +4,8 @@ import itertools
 import threading
 
 import pytest
-from run_testing import NotingAgent, Parts, Task
+from loop_testing import Task
+from run_testing import NotingAgent, Parts
 
 from embodied.driver import EnvError
 from embodied.run.trainer import Feed

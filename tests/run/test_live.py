@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+from waiting_testing import wait_until
 
 from embodied.checkpoint import Checkpoint
 from embodied.run import live
@@ -66,8 +67,7 @@ def test_a_folder_that_is_gone_does_not_harm_the_run(tmp_path):
     folder = tmp_path / "gone"
     folder.mkdir()
     with record_events(folder), LiveFile(folder, lambda: {"step": 1}, every=0.01):
-        while not (folder / LIVE).exists():
-            pass
+        wait_until((folder / LIVE).exists)
         for _ in range(100):  # The thread may write meanwhile.
             subprocess.run(["rm", "-rf", str(folder)], check=False)
             if not folder.exists():

@@ -14,7 +14,7 @@ from run_testing import (
     Parts,
     contents,
     make_args,
-    make_replay,
+    make_named_replay,
     newest_step,
     saved_steps,
 )
@@ -350,7 +350,7 @@ class TestFromCheckpoint:
 
 def test_parts_are_saved_under_one_step(tmp_path):
     args = make_args(tmp_path)
-    replay, agent = make_replay(args), NotingAgent()
+    replay, agent = make_named_replay(args), NotingAgent()
 
     class Counter:
         """The least that a counter needs: it can be read as an int, and loaded."""
@@ -377,7 +377,9 @@ def test_a_linked_folder_of_a_replay_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/replay").symlink_to(tmp_path / "elsewhere")
     counter, agent = elements.Counter(), NotingAgent()
-    checkpoint = RunCheckpoint(args, counter, agent, {"replay": make_replay(args)})
+    checkpoint = RunCheckpoint(
+        args, counter, agent, {"replay": make_named_replay(args)}
+    )
     with pytest.raises(CheckpointError, match="symbolic link"):
         checkpoint.restore()
     with pytest.raises(CheckpointError, match="symbolic link"):

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_testing import LENGTH, Parts, main, newest_step
+from loop_testing import LENGTH
+from run_testing import Parts, main, newest_step
 
 from embodied.run import console
 from embodied.run.console import stop_on_signals
@@ -31,7 +32,11 @@ def start(logdir, **changes):
     command += [json.dumps(change) for change in changes.items()]
     # Unbuffered, so that `select` sees every line that was not read yet.
     return subprocess.Popen(
-        command, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        bufsize=0,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
 

@@ -6,7 +6,8 @@ import time
 import elements
 import numpy as np
 import pytest
-from run_testing import LENGTH, START, NotingAgent, Parts, Task, contents, newest_step
+from loop_testing import LENGTH, Task
+from run_testing import START, FailingAgent, NotingAgent, Parts, contents, newest_step
 
 from embodied.driver import EnvError
 
@@ -351,14 +352,8 @@ class TestErrors:
         assert healthy.agent.updates == parts.agent.updates
 
     def test_a_failing_agent_saves_nothing(self, tmp_path):
-        class Failing(NotingAgent):
-            def train(self, carry, batch):
-                if self.updates == 5:
-                    raise FloatingPointError("not a number")
-                return super().train(carry, batch)
-
         parts = Parts(tmp_path, steps=1000)
-        parts.make_agent = Failing
+        parts.make_agent = FailingAgent
         with pytest.raises(FloatingPointError):
             parts.train()
         assert newest_step(tmp_path) == 0, "that of the start"

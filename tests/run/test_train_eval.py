@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from run_testing import LENGTH, Parts, Task, contents, newest_step
+from loop_testing import LENGTH, Task
+from run_testing import Parts, contents, newest_step
 
 from embodied.driver import EnvError
 

@@ -5,7 +5,7 @@ import signal
 
 import numpy as np
 import pytest
-from run_testing import START, NotingAgent, Parts, newest_step
+from run_testing import START, FailingAgent, NotingAgent, Parts, newest_step
 
 # Two steps after the start, 84 updates of 4 sequences of 6 are due.
 STEPS = START + 2
@@ -63,14 +63,8 @@ def test_the_duration_ends_them(tmp_path):
 
 
 def test_metrics_and_checkpoints_come_in_between(tmp_path):
-    class Failing(NotingAgent):
-        def train(self, carry, batch):
-            if self.updates == 5:
-                raise FloatingPointError("not a number")
-            return super().train(carry, batch)
-
     parts = Parts(tmp_path, log_every=ALWAYS, save_every=ALWAYS, **MANY)
-    parts.make_agent = Failing
+    parts.make_agent = FailingAgent
     with pytest.raises(FloatingPointError):
         parts.train()
     assert parts.logger.values("train/updates") == [1, 2, 3, 4, 5]

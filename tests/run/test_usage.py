@@ -8,6 +8,7 @@ import time
 import tracemalloc
 
 import pytest
+from waiting_testing import wait_until
 
 from embodied.run.usage import NvidiaSmi, Usage
 
@@ -30,13 +31,6 @@ def nvidia_smi(tmp_path, monkeypatch):
     return install
 
 
-def wait_for(function):
-    deadline = time.monotonic() + 30
-    while not (result := function()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return result
-
-
 def test_nothing_is_reported_unless_asked_for():
     assert Usage(OFF).result() == {}
 
@@ -56,7 +50,7 @@ def test_processor_and_memory_of_this_process():
 def test_accelerators_together_and_each(nvidia_smi, tmp_path):
     nvidia_smi(f"{FAKE}echo >> {tmp_path}/asked\n")
     usage = Usage(OFF | {"nvsmi": True, "gputil": True})
-    result = wait_for(lambda: len(x := usage.result()) == 9 and x)
+    result = wait_until(lambda: len(x := usage.result()) == 9 and x)
     assert len((tmp_path / "asked").read_text()) == 1  # One query for both.
     assert result["nvsmi/compute_avg"] == 0.75
     assert result["nvsmi/compute_min"] == 0.5
@@ -72,7 +66,7 @@ def test_devices_that_do_not_tell_are_left_out(nvidia_smi, script):
     nvidia_smi(script)
     smi = NvidiaSmi()
     assert smi.rows() == []
-    assert wait_for(lambda: not smi._asking)
+    assert wait_until(lambda: not smi._asking)
     assert smi.rows() == []
 
 
@@ -82,7 +76,7 @@ def test_it_does_not_ask_more_often_than_told(nvidia_smi, tmp_path, every, most)
     smi = NvidiaSmi(every)
     for _ in range(9):
         smi.rows()
-        assert wait_for(lambda: not smi._asking)
+        assert wait_until(lambda: not smi._asking)
     assert len((tmp_path / "asked").read_text()) == most
     assert smi.rows() == [[50, 1000, 4000, 60], [100, 3000, 4000, 70]]
 

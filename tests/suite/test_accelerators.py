@@ -6,10 +6,10 @@ import contextlib
 import os
 import pathlib
 import sys
-import time
 
 import psutil
 import pytest
+from waiting_testing import wait_until
 
 from dreamerv3.cli.config import ConfigError, load_config
 from dreamerv3.suite import accelerators
@@ -155,10 +155,7 @@ def test_the_service_ends_with_a_body_that_fails(programs):
     with contextlib.suppress(ZeroDivisionError), accelerators.open_mps() as environ:
         assert environ and children() - before
         raise ZeroDivisionError
-    deadline = time.monotonic() + 10
-    while children() - before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not children() - before
+    wait_until(lambda: not children() - before)
 
 
 def children():

@@ -8,10 +8,10 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+from waiting_testing import wait_until
 
 from dreamerv3.cli.config import ConfigError, load_config
 from dreamerv3.main import main
@@ -43,13 +43,6 @@ class Slow(Dummy):
 def arguments(folder, *argv, tasks=("dummy_disc",), steps=200):
     steps = ["--run.steps", str(steps)]
     return [*SMALL, "--logdir", str(folder), "--suite.tasks", *tasks, *steps, *argv]
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 def read_json(path):
@@ -235,7 +228,7 @@ def test_a_suite_that_was_killed_leaves_nothing_running_and_goes_on(
 ):
     program = slow_suite()
     folder = tmp_path / "suite"
-    wait_for(lambda: begun(folder))
+    wait_until(lambda: begun(folder))
     children = psutil.Process(program.pid).children(recursive=True)
     assert children
     assert main(arguments(folder)) == 2, "two suites do not share a folder"
@@ -251,7 +244,7 @@ def test_a_suite_that_was_killed_leaves_nothing_running_and_goes_on(
 def test_an_interrupt_saves_the_runs_and_writes_the_table(slow_suite, tmp_path):
     program = slow_suite()
     folder = tmp_path / "suite"
-    wait_for(lambda: begun(folder))
+    wait_until(lambda: begun(folder))
     program.send_signal(signal.SIGINT)
     shown = tmp_path / "suite.txt"
     assert program.wait(timeout=60) == 0, shown.read_text()

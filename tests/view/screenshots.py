@@ -1,6 +1,6 @@
 """Takes the screenshots of the documents, from existing runs.
 
-PYTHONPATH=. python tests/view/screenshots.py LOGDIR docs/images --run NAME \
+PYTHONPATH=.:tests python tests/view/screenshots.py LOGDIR docs/images --run NAME \
     --compare NAME NAME --dream NAME
 
 The runs lie below the folder LOGDIR. The screenshots show the page and the videos of
@@ -16,7 +16,8 @@ import functools
 import pathlib
 import time
 
-from view_testing import browser, find, identity, text, view, wait_for
+from view_testing import browser, find, identity, text, view
+from waiting_testing import wait_until
 
 REST_SECONDS = 3.0  # For the page to finish drawing.
 WIDTH, HEIGHT = 1280, 900
@@ -35,7 +36,7 @@ class Camera:
         path = f"{page}/{identity(self.address, name)}" if name else page
         self.driver.get("about:blank")
         self.driver.get(f"{self.address}#/{path}")
-        wait_for(lambda: text(self.driver, until), path)
+        wait_until(lambda: text(self.driver, until), path)
 
     def take(self, kind, height=HEIGHT):
         size = {"width": WIDTH, "height": height, "deviceScaleFactor": 1}
@@ -79,11 +80,11 @@ def play(camera: Camera, name: str) -> None:
     camera.go("dream", name, "#begin")
     find(driver, "#source option[value=episode]")[0].click()
     find(driver, "#begin")[0].click()
-    wait_for(lambda: "you play now" in text(driver, "#status"), "the dream", 240)
+    wait_until(lambda: "you play now" in text(driver, "#status"), "the dream", 240)
     for step in range(1, 7):
         find(driver, "body")[0].send_keys("12"[step % 2])
         shown = f"[data-at='{step}']"
-        wait_for(functools.partial(find, driver, shown), f"step {step}")
+        wait_until(functools.partial(find, driver, shown), f"step {step}")
     camera.take("dream", 760)
 
 

@@ -24,10 +24,10 @@ from view_testing import (
     text,
     texts,
     view,
-    wait_for,
     write_run,
     write_videos,
 )
+from waiting_testing import wait_until
 
 pytest.importorskip("starlette", reason="the extra `view` is not installed")
 pytestmark = [
@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 def live(folder):
     """The process of a live run without JAX."""
     with running(*QUICK, "--logdir", folder / "live") as process:
-        wait_for((folder / "live/scores.jsonl").exists, "the first score")
+        wait_until((folder / "live/scores.jsonl").exists, "the first score")
         yield process
 
 
@@ -83,7 +83,7 @@ def page(chromium, address):
         chromium.get("about:blank")
         chromium.get(f"{address}#/{path}")
         if wait:
-            wait_for(lambda: text(chromium, wait), f"{wait} of {path}")
+            wait_until(lambda: text(chromium, wait), f"{wait} of {path}")
         return chromium
 
     yield go
@@ -94,7 +94,7 @@ def page(chromium, address):
 
 def test_all_runs_and_seeds_as_a_band(page):
     driver = page("runs", "tbody tr")
-    wait_for(lambda: "5 runs" in text(driver, "[role=status]"), "all runs")
+    wait_until(lambda: "5 runs" in text(driver, "[role=status]"), "all runs")
     assert "live" in text(driver, "tbody .state.live")
     boxes = [
         box
@@ -104,22 +104,22 @@ def test_all_runs_and_seeds_as_a_band(page):
     assert len(boxes) == 3
     for box in boxes:
         box.click()
-    wait_for(lambda: drawn(driver, ".chart canvas"), "the chart that compares")
+    wait_until(lambda: drawn(driver, ".chart canvas"), "the chart that compares")
     label = find(driver, ".chart canvas")[0].get_attribute
-    wait_for(lambda: "3 seeds" in label("aria-label"), "the band of seeds")
+    wait_until(lambda: "3 seeds" in label("aria-label"), "the band of seeds")
     keep(driver, "runs")
 
 
 def test_a_live_run_shows_new_scores_without_a_reload(page, address, folder):
     run = identity(address, "live")
     driver = page(f"run/{run}", "#state")
-    wait_for(lambda: text(driver, "#state") == "live", "the state")
+    wait_until(lambda: text(driver, "#state") == "live", "the state")
     driver.execute_script("window.same = true")
-    wait_for(lambda: "steps/s" in text(driver, "#box-env"), "the rate of the envs")
-    wait_for(lambda: drawn(driver, ".chart.large canvas"), "the curve of scores")
+    wait_until(lambda: "steps/s" in text(driver, "#box-env"), "the rate of the envs")
+    wait_until(lambda: drawn(driver, ".chart.large canvas"), "the curve of scores")
     label = find(driver, ".chart.large canvas")[0].get_attribute
     before = label("aria-label")
-    wait_for(lambda: label("aria-label") != before, "a new score", seconds=20)
+    wait_until(lambda: label("aria-label") != before, "a new score", seconds=20)
     assert driver.execute_script("return window.same")
 
 
@@ -129,10 +129,12 @@ def test_a_new_score_is_there_at_once(page, address, folder):
     score, step = before + 27, 460 + before  # Also new if this is tried again.
     with (folder / "finished1/scores.jsonl").open("a") as file:
         file.write(f'{{"step": {step}, "episode/score": {score}.0}}\n')
-    wait_for(lambda: text(driver, "#score") == f"{score}", "the new score", seconds=20)
+    wait_until(
+        lambda: text(driver, "#score") == f"{score}", "the new score", seconds=20
+    )
     label = find(driver, ".chart.large canvas")[0].get_attribute
     told = f"{score} at step {step}"
-    wait_for(lambda: told in label("aria-label"), "the curve", seconds=20)
+    wait_until(lambda: told in label("aria-label"), "the curve", seconds=20)
 
 
 def test_hops_are_of_the_last_seconds_however_seldom_is_logged(page, address, live):
@@ -140,35 +142,37 @@ def test_hops_are_of_the_last_seconds_however_seldom_is_logged(page, address, li
     hops = {hop.get_attribute("aria-label"): hop for hop in find(driver, ".hop")}
     assert len(hops) == 6
     act = hops["act, action, Environments to Actor"]
-    wait_for(lambda: "calls/s" in act.text and "queue" in act.text, "the figures")
+    wait_until(lambda: "calls/s" in act.text and "queue" in act.text, "the figures")
     assert all(part in act.text for part in ("/s · ", "ms · queue"))
     moving = (
         "return [...document.querySelectorAll('.wire')].map((x) => x.dataset.speed)"
     )
-    wait_for(lambda: int(driver.execute_script(moving)[0]) > 0, "calls on the line")
+    wait_until(lambda: int(driver.execute_script(moving)[0]) > 0, "calls on the line")
     shown = json.loads(fetch(f"{address}api/run/{identity(address, 'live')}")[2])
     assert shown["live"]["hops"]["server/actor"]["calls"] > 0
 
 
 def test_a_killed_worker_is_seen_in_the_strip_and_in_its_box(page, address, live):
     driver = page(f"run/{identity(address, 'live')}", "#box-env")
-    wait_for(lambda: "restarts" in text(driver, "#box-env"), "the state of workers")
+    wait_until(lambda: "restarts" in text(driver, "#box-env"), "the state of workers")
     assert "0 restarts" in text(driver, "#box-env")
-    os.kill(wait_for(lambda: env_worker(live), "the worker"), signal.SIGKILL)
-    wait_for(lambda: "env-0 is restarted" in text(driver, "#events"), "the event")
-    wait_for(lambda: "1 restart" in text(driver, "#box-env"), "the restart in the box")
+    os.kill(wait_until(lambda: env_worker(live), "the worker"), signal.SIGKILL)
+    wait_until(lambda: "env-0 is restarted" in text(driver, "#events"), "the event")
+    wait_until(
+        lambda: "1 restart" in text(driver, "#box-env"), "the restart in the box"
+    )
     assert "restart" in text(driver, "#events .kind.restart")
     assert drawn(driver, ".strip canvas")
 
 
 def test_a_finished_run_with_names_that_would_harm(page, address):
     driver = page(f"run/{identity(address, 'finished2')}", "#state")
-    wait_for(lambda: text(driver, "#state") == "ended", "the state")
+    wait_until(lambda: text(driver, "#state") == "ended", "the state")
     label = find(driver, ".chart.large canvas")[0].get_attribute("aria-label")
     assert "published" in label
     search = find(driver, "#search")[0]
     search.send_keys("onerror")
-    wait_for(lambda: NASTY in text(driver, ".charts h3"), "the metric of that name")
+    wait_until(lambda: NASTY in text(driver, ".charts h3"), "the metric of that name")
     assert NASTY in text(driver, "#events")
     assert not find(driver, "main img")
     assert "atari100k_boxing" in text(driver, "table[aria-label^=Keys]")
@@ -178,21 +182,21 @@ def test_videos_of_a_finished_run(page, address):
     driver = page(f"videos/{identity(address, 'finished2')}", "figure")
     assert len(find(driver, "figure")) == 2 and "error" in text(driver, "section")
     assert NASTY in text(driver, "section h2")
-    wait_for(lambda: loaded(driver), "the pictures")
+    wait_until(lambda: loaded(driver), "the pictures")
     assert "still" not in find(driver, "main img")[0].get_attribute("src")
     find(driver, "figure button")[0].click()
     assert "still" in find(driver, "main img")[0].get_attribute("src")
-    wait_for(lambda: loaded(driver), "the picture")
+    wait_until(lambda: loaded(driver), "the picture")
     find(driver, "select option")[1].click()
-    wait_for(lambda: NASTY not in text(driver, "section h2"), "one name alone")
+    wait_until(lambda: NASTY not in text(driver, "section h2"), "one name alone")
 
 
 def test_videos_of_a_live_run_come_by_themselves(page, address, live):
     driver = page(f"videos/{identity(address, 'live')}", "figure")
     assert "epstats/policy_image" in text(driver, "section h2")
     first = texts(driver, "figcaption")[0]
-    wait_for(lambda: texts(driver, "figcaption")[0] != first, "the next episode")
-    wait_for(lambda: loaded(driver), "its picture")
+    wait_until(lambda: texts(driver, "figcaption")[0] != first, "the next episode")
+    wait_until(lambda: loaded(driver), "its picture")
 
 
 def test_who_wants_less_motion_gets_pictures(page, address, chromium):
@@ -219,8 +223,8 @@ def test_who_wants_less_motion_gets_pictures(page, address, chromium):
 def test_a_folder_of_a_rollout_is_shown_calmly(page, address):
     run = identity(address, "rollout")
     driver = page(f"run/{run}", "#state")
-    wait_for(lambda: text(driver, "#state") == "ended", "the state")
-    wait_for(lambda: drawn(driver, ".chart.large canvas"), "its scores")
+    wait_until(lambda: text(driver, "#state") == "ended", "the state")
+    wait_until(lambda: drawn(driver, ".chart.large canvas"), "its scores")
     assert "nothing about its roles" in text(driver, "#system-line")
     assert not find(driver, ".system")[0].is_displayed()
     page(f"videos/{run}", "main h1")
@@ -230,17 +234,17 @@ def test_a_folder_of_a_rollout_is_shown_calmly(page, address):
 def test_zoom_and_smoothing_by_keyboard(page, address):
     driver = page(f"run/{identity(address, 'finished0')}", "#state")
     chart = find(driver, ".chart.large canvas")[0]
-    wait_for(lambda: "50 at" in chart.get_attribute("aria-label"), "the curve")
+    wait_until(lambda: "50 at" in chart.get_attribute("aria-label"), "the curve")
     chart.send_keys("+")
-    wait_for(lambda: "50 at" not in chart.get_attribute("aria-label"), "the zoom")
+    wait_until(lambda: "50 at" not in chart.get_attribute("aria-label"), "the zoom")
     chart.send_keys("0")
-    wait_for(lambda: "50 at" in chart.get_attribute("aria-label"), "the whole curve")
+    wait_until(lambda: "50 at" in chart.get_attribute("aria-label"), "the whole curve")
     from selenium.webdriver.common.keys import Keys
 
     find(driver, "input[type=range]")[0].send_keys(Keys.ARROW_RIGHT * 3)
-    wait_for(lambda: "46.5 at" in chart.get_attribute("aria-label"), "the mean of 8")
+    wait_until(lambda: "46.5 at" in chart.get_attribute("aria-label"), "the mean of 8")
     chart.send_keys(Keys.ARROW_RIGHT)
-    wait_for(lambda: "step" in text(driver, ".chart.large .reading"), "the reading")
+    wait_until(lambda: "step" in text(driver, ".chart.large .reading"), "the reading")
 
 
 def test_pages_are_readable_on_narrow_and_wide_screens(page, address, chromium):

@@ -20,9 +20,9 @@ from view_testing import (
     make_dreamer,
     text,
     view,
-    wait_for,
     write_run,
 )
+from waiting_testing import wait_until
 
 from dreamerv3.cli.task_origin import sign_task
 from dreamerv3.view import dream
@@ -86,12 +86,12 @@ def chromium():
 def dreaming(driver, address, identity):
     """Begins a dream on its page; at the end the console must be empty."""
     driver.get(f"{address}#/dream/{identity}")
-    wait_for(lambda: text(driver, "#begin"), "the page")
+    wait_until(lambda: text(driver, "#begin"), "the page")
     find(driver, "#begin")[0].click()
-    wait_for(lambda: "you play now" in text(driver, "#status"), "the dream", 120)
+    wait_until(lambda: "you play now" in text(driver, "#status"), "the dream", 120)
     yield
     driver.get(f"{address}#/runs")  # Leaving the page ends the dream.
-    wait_for(lambda: text(driver, "tbody tr"), "the list of runs")
+    wait_until(lambda: text(driver, "tbody tr"), "the list of runs")
     assert [entry["message"] for entry in driver.get_log("browser")] == []
 
 
@@ -108,7 +108,7 @@ def at(driver):
 def test_the_dream_answers_to_keys(chromium, address, identity, dreamer, state):
     live = LiveFile(dreamer, lambda: {"step": 200}, every=0.2)
     with live if state == "live" else contextlib.nullcontext():
-        wait_for(lambda: ask(f"{address}api/runs")[0]["state"] == state, state)
+        wait_until(lambda: ask(f"{address}api/runs")[0]["state"] == state, state)
         with dreaming(chromium, address, identity):
             _play(chromium)
     (dreamer / "live.json").unlink(missing_ok=True)
@@ -121,14 +121,14 @@ def _play(driver):
     assert at(driver) == 0 and drawn(driver, ".screens canvas")
     body = find(driver, "body")[0]
     body.send_keys("2")
-    wait_for(lambda: at(driver) == 1, "a step by a key")
+    wait_until(lambda: at(driver) == 1, "a step by a key")
     assert "act_disc 1 ◂" in text(driver, ".side")
     body.send_keys(Keys.ARROW_LEFT)
-    wait_for(lambda: at(driver) == 2, "a step by an arrow")
+    wait_until(lambda: at(driver) == 2, "a step by an arrow")
     find(driver, ".actions button")[3].click()
-    wait_for(lambda: at(driver) == 3, "a step by a button")
+    wait_until(lambda: at(driver) == 3, "a step by a button")
     find(driver, "#play-policy")[0].click()
-    wait_for(lambda: at(driver) > 6, "steps of the policy")
+    wait_until(lambda: at(driver) > 6, "steps of the policy")
     find(driver, "#play-policy")[0].click()
     assert "Value" in text(driver, "#meters")
     keep(driver, "dream", 1000)
@@ -144,11 +144,11 @@ def test_actions_of_several_variables_have_keys_and_lists(chromium, tmp_path):
             assert len(find(chromium, ".variable select")) == 2
             body = find(chromium, "body")[0]
             body.send_keys("4")  # Increases the second variable.
-            wait_for(lambda: at(chromium) == 1, "a step by a key")
+            wait_until(lambda: at(chromium) == 1, "a step by a key")
             shown = text(chromium, ".side")
             assert "switch 0: 0 ◂" in shown and "switch 1: 1 ◂" in shown
             find(chromium, ".variable select")[0].send_keys("1")
-            wait_for(lambda: at(chromium) == 2, "a step by a list")
+            wait_until(lambda: at(chromium) == 2, "a step by a list")
             shown = text(chromium, ".side")
             assert "switch 0: 1 ◂" in shown and "switch 1: 1 ◂" in shown
             assert "switch 0: 2" not in shown and "switch 1: 2" in shown

@@ -10,16 +10,8 @@ import time
 
 import psutil
 import pytest
-from view_testing import (
-    QUICK,
-    ask,
-    fetch,
-    program,
-    running,
-    view,
-    wait_for,
-    write_run,
-)
+from view_testing import QUICK, ask, fetch, program, running, view, write_run
+from waiting_testing import wait_until
 
 pytest.importorskip("starlette", reason="the extra `view` is not installed")
 
@@ -133,12 +125,12 @@ def test_a_new_score_is_streamed(address, folder):
         request = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n"
         connection.sendall(request.encode())
         file = connection.makefile()
-        assert wait_for(lambda: "event: run" in file.readline(), "the first event")
+        assert wait_until(lambda: "event: run" in file.readline(), "the first event")
         path = folder / "runs/two/scores.jsonl"
         score = f"{len(path.read_text().splitlines())}.5"  # New at every attempt.
         with path.open("a") as scores:
             scores.write(f'{{"step": 900, "episode/score": {score}}}\n')
-        wait_for(lambda: f'"score": {score}' in file.readline(), "the new score")
+        wait_until(lambda: f'"score": {score}' in file.readline(), "the new score")
 
 
 def cpu_seconds(process, seconds):
@@ -215,7 +207,7 @@ def test_beside_a_run_it_comes_back_at_the_same_address(tmp_path):
         lines = iter(process.stdout.readline, "")
         address = next(x for x in lines if "The view is at" in x).rsplit(maxsplit=1)[-1]
         threading.Thread(target=process.stdout.read, daemon=True).start()
-        wait_for(lambda: ask(f"{address}api/runs")[0]["step"] > 0, "steps of the run")
+        wait_until(lambda: ask(f"{address}api/runs")[0]["step"] > 0, "steps of the run")
         assert ask(f"{address}api/runs")[0]["state"] == "live"
         port = int(address.split(":")[2].split("/")[0])
         listeners = [
@@ -224,7 +216,7 @@ def test_beside_a_run_it_comes_back_at_the_same_address(tmp_path):
             if entry.status == "LISTEN" and entry.laddr.port == port
         ]
         os.kill(listeners[0], 9)
-        wait_for(lambda: _answers(address), "the view again")
+        wait_until(lambda: _answers(address), "the view again")
         assert process.poll() is None
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SECONDS = 60
 SHOTS = os.environ.get("VIEW_SCREENSHOTS")  # A folder, to keep pictures of pages.
 # A run that starts at once, without JAX, and leaves the processors to the view.
 QUICK = (
@@ -76,16 +75,6 @@ def environment():
     return {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": flags}
 
 
-def wait_for(condition, what, seconds=SECONDS):
-    """Returns the first true value of a condition; fails if none comes in time."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{what} did not come within {seconds} s.")
-
-
 def program(*arguments):
     command = [sys.executable, "-m", "dreamerv3.main", *map(str, arguments)]
     return subprocess.Popen(
@@ -126,7 +115,7 @@ def fetch(address, data=None, headers=None):
     """Status, headers and body of a request."""
     request = urllib.request.Request(address, data, headers or {})
     try:
-        with urllib.request.urlopen(request, timeout=4 * SECONDS) as reply:
+        with urllib.request.urlopen(request, timeout=240) as reply:
             return reply.status, reply.headers, reply.read()
     except urllib.error.HTTPError as error:
         with error:

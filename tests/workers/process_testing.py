@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import socket
-import time
 
 import psutil
-
-WAIT = 30.0  # Far above what anything here takes, also on a busy machine.
+from waiting_testing import WAIT
 
 
 class Line:
@@ -34,13 +32,6 @@ class Line:
         self.there.close()
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, "The condition did not come true."
-        time.sleep(0.01)
-
-
 def is_gone(pid):
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -64,3 +55,19 @@ def fail_with(error):
         raise error
 
     return fail
+
+
+def fail_while_stopping():
+    """Returns a function that says that it is ready, and fails when it is stopped."""
+
+    def work(fd):
+        import os
+        import threading
+
+        try:
+            os.write(fd, b"ready\n")
+            threading.Event().wait()
+        finally:
+            raise OSError("disk full")
+
+    return work

@@ -13,7 +13,8 @@ import uuid
 
 import psutil
 import pytest
-from process_testing import WAIT, is_gone, wait_for
+from process_testing import is_gone
+from waiting_testing import WAIT, wait_until
 
 # Starts: script → child → (sleep, nested → sleep), and a sibling of the child.
 TREE = """
@@ -149,7 +150,7 @@ def test_kill_9_of_the_parent_leaves_nobody(launch, tmp_path, monkeypatch, syste
         "sleep",
     ]
     script.kill()
-    wait_for(lambda: all(is_gone(process.pid) for _, process in tree))
+    wait_until(lambda: all(is_gone(process.pid) for _, process in tree))
     assert not marked(script.mark)
 
 
@@ -171,7 +172,7 @@ def test_kill_9_of_the_parent_ends_a_child_that_hangs_with_the_gil(launch):
     )
     assert script.stdout.readline() == "hanging\n"
     script.kill()
-    wait_for(lambda: not marked(script.mark))
+    wait_until(lambda: not marked(script.mark))
 
 
 def test_a_script_that_ends_takes_its_processes_along(launch):
@@ -191,11 +192,11 @@ def test_a_script_that_ends_takes_its_processes_along(launch):
         stdin=subprocess.PIPE,
     )
     assert script.stdout.readline() == "ready\n"
-    wait_for(lambda: len(marked(script.mark)) == 3)
+    wait_until(lambda: len(marked(script.mark)) == 3)
     script.stdin.write("\n")
     script.stdin.close()
     assert script.wait(WAIT) == 0
-    wait_for(lambda: not marked(script.mark))
+    wait_until(lambda: not marked(script.mark))
 
 
 def test_sigint_to_the_parents_group_leaves_the_decision_to_the_parent(launch):
@@ -268,8 +269,10 @@ def test_kill_9_at_random_moments_leaves_nobody(launch, rounds):
             role, victim = rng.choice(tree)
             below = victim.children(recursive=True)
             victim.kill()
-            wait_for(lambda: all(is_gone(process.pid) for process in [victim, *below]))  # noqa: B023
+            wait_until(
+                lambda gone=(victim, *below): all(is_gone(each.pid) for each in gone)
+            )
             assert script.poll() is None, f"The end of the {role} ended the script."
         script.kill()
         script.wait()
-        wait_for(lambda: not marked(script.mark))  # noqa: B023
+        wait_until(lambda mark=script.mark: not marked(mark))

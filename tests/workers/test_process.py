@@ -18,7 +18,8 @@ import types
 
 import psutil
 import pytest
-from process_testing import WAIT, fail_with, wait_for, wait_forever
+from process_testing import fail_with, wait_forever
+from waiting_testing import WAIT, wait_until
 
 from embodied.workers import Process, Thread, WorkerError
 
@@ -122,8 +123,8 @@ class TestResults:
     def test_waiting_costs_no_cpu_time(self):
         with Process(wait_forever(), start=True) as process:
             start = psutil.Process(process.pid)
-            wait_for(lambda: start.num_threads() == 2)
-            wait_for(lambda: start.status() == psutil.STATUS_SLEEPING)
+            wait_until(lambda: start.num_threads() == 2)
+            wait_until(lambda: start.status() == psutil.STATUS_SLEEPING)
             before = resource.getrusage(resource.RUSAGE_SELF)
             child_before = start.cpu_times()
             assert not process.join(0.5)

@@ -18,7 +18,7 @@ import timeit
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from process_testing import WAIT, is_gone, wait_for, wait_forever
+from process_testing import fail_while_stopping, is_gone, wait_forever
 from supervisor_testing import (
     QUICK,
     launch,
@@ -28,6 +28,7 @@ from supervisor_testing import (
     set_after,
     status_of,
 )
+from waiting_testing import WAIT, wait_until
 
 from embodied.workers import (
     Process,
@@ -117,7 +118,7 @@ class TestEnding:
         supervisor.add("short", "env", make(print), QUICK)
         supervisor.add("long", "env", make(wait_forever()), QUICK)
         with running(supervisor):
-            wait_for(lambda: status_of(supervisor, "short").state == "ended")
+            wait_until(lambda: status_of(supervisor, "short").state == "ended")
             assert status_of(supervisor, "long").state == "running"
             assert status_of(supervisor, "short").restarts == 0
         assert status_of(supervisor, "long").state == "ended"
@@ -142,7 +143,7 @@ class TestEnding:
         supervisor.add("quick", "env", make(print), QUICK)
         with running(supervisor) as thread:
             assert line.receive() == "ready"
-            wait_for(lambda: status_of(supervisor, "quick").state == "ended")
+            wait_until(lambda: status_of(supervisor, "quick").state == "ended")
             line.send("")
             assert line.receive() == "done"
             assert thread.join(WAIT)
@@ -168,7 +169,7 @@ class TestEnding:
         supervisor.run(until)
         assert until.is_set()
         assert status_of(supervisor, "agent").state == "ended"
-        wait_for(lambda: not any("until" in t.name for t in threading.enumerate()))
+        wait_until(lambda: not any("until" in t.name for t in threading.enumerate()))
 
     def test_stop_runs_finally_blocks(self, line):
         def work(fd, name):
@@ -203,7 +204,7 @@ class TestEnding:
         for name in "abc":
             supervisor.add(name, "env", make(wait_forever(), name=name), QUICK)
         with running(supervisor):
-            wait_for(lambda: all(status.pid for status in supervisor.status()))
+            wait_until(lambda: all(status.pid for status in supervisor.status()))
         assert signalled[:3] == ["c", "b", "a"]
 
     def test_sigkill_for_all_together_at_the_deadline(self, line):
@@ -217,12 +218,13 @@ class TestEnding:
             threading.Event().wait()
 
         supervisor = Supervisor(grace=1.0)
-        for index in range(3):
+        count = 6  # One after another would take as many seconds.
+        for index in range(count):
             supervisor.add(str(index), "env", make(work, line.fd, fds=[line.fd]), QUICK)
         with running(supervisor):
-            pids = [int(line.receive()) for _ in range(3)]
+            pids = [int(line.receive()) for _ in range(count)]
             start = time.monotonic()
-        assert 1.0 <= time.monotonic() - start < 2.9
+        assert 1.0 <= time.monotonic() - start < count
         assert all(is_gone(pid) for pid in pids)
 
     def test_a_thread_that_does_not_return_is_left_behind(self):
@@ -234,18 +236,13 @@ class TestEnding:
         release.set()
 
     def test_an_error_while_stopping_is_no_failure_of_the_run(self, line):
-        def work(fd):
-            import os
-            import threading
-
-            try:
-                os.write(fd, b"ready\n")
-                threading.Event().wait()
-            finally:
-                raise OSError("disk full")
-
         supervisor = Supervisor(grace=WAIT)
-        supervisor.add("replay", "replay", make(work, line.fd, fds=[line.fd]), QUICK)
+        supervisor.add(
+            "replay",
+            "replay",
+            make(fail_while_stopping(), line.fd, fds=[line.fd]),
+            QUICK,
+        )
         with running(supervisor):
             line.receive()
 

@@ -11,11 +11,12 @@ import os
 import queue
 import re
 import signal
+import subprocess
 import threading
 import time
 
 import pytest
-from process_testing import WAIT, fail_with, is_gone, wait_for, wait_forever
+from process_testing import fail_with, is_gone, wait_forever
 from supervisor_testing import (
     QUICK,
     launch,
@@ -26,6 +27,7 @@ from supervisor_testing import (
     set_after,
     status_of,
 )
+from waiting_testing import WAIT, wait_until
 
 from embodied.workers import (
     Process,
@@ -47,7 +49,7 @@ class TestHangs:
         supervisor.add("env-0", "env", reporter(progress, "hang"), policy, progress)
         supervisor.add("env-1", "env", make(wait_forever()), QUICK)
         with running(supervisor):
-            wait_for(lambda: progress.stepped)
+            wait_until(lambda: progress.stepped)
             pid = status_of(supervisor, "env-0").pid
             for _ in range(2):
                 name, error = restarts.get(timeout=WAIT)
@@ -75,7 +77,7 @@ class TestHangs:
         for then, progress in progresses.items():
             supervisor.add(then, "env", reporter(progress, then), policy, progress)
         with running(supervisor) as thread:
-            wait_for(lambda: all(x.stepped for x in progresses.values()))
+            wait_until(lambda: all(x.stepped for x in progresses.values()))
             assert not thread.join(3.0)
             for then in progresses:
                 status = status_of(supervisor, then)
@@ -89,7 +91,7 @@ class TestHangs:
         policy = RestartPolicy(restarts=0, hang=100)
         supervisor.add("env-0", "env", reporter(progress), policy, progress)
         with running(supervisor) as thread:
-            wait_for(lambda: progress.stepped)
+            wait_until(lambda: progress.stepped)
             before = time.process_time()
             assert not thread.join(1.0)
             assert time.process_time() - before < 0.05
@@ -101,10 +103,10 @@ class TestHangs:
         policy = RestartPolicy(restarts=9, backoff=0.01, hang=1.0)
         supervisor.add("env-0", "env", reporter(progress, then), policy, progress)
         with running(supervisor):
-            wait_for(lambda: progress.stepped and progress.waits == (then == "beat"))
+            wait_until(lambda: progress.stepped and progress.waits == (then == "beat"))
             pid = status_of(supervisor, "env-0").pid
             os.kill(pid, signal.SIGSTOP)
-            wait_for(lambda: status_of(supervisor, "env-0").pid not in (None, pid))
+            wait_until(lambda: status_of(supervisor, "env-0").pid not in (None, pid))
             assert is_gone(pid)
         _, error = restarts.get_nowait()
         assert "no progress" in str(error)
@@ -133,7 +135,7 @@ class TestHangs:
         supervisor.add("env-0", "env", make_worker, policy, progress)
         with pytest.raises(RunFailed, match="has reported nothing in"):
             with running(supervisor) as thread:
-                wait_for(lambda: status_of(supervisor, "env-0").waiting)
+                wait_until(lambda: status_of(supervisor, "env-0").waiting)
                 os.kill(status_of(supervisor, "env-0").pid, signal.SIGKILL)
                 assert thread.join(WAIT)
 
@@ -170,9 +172,10 @@ class TestHangs:
                 RestartPolicy(restarts=0, hang=1.0), progress,
             )
             until = threading.Event()
-            threading.Timer(5, until.set).start()
+            threading.Thread(target=lambda: (input(), until.set())).start()
             supervisor.run(until)
             """,
+            stdin=subprocess.PIPE,
         ) as script:
             pid = read_pid(script, "child")
             os.kill(pid, signal.SIGSTOP)
@@ -182,6 +185,10 @@ class TestHangs:
             script.send_signal(signal.SIGCONT)
             time.sleep(0.2)
             os.kill(pid, signal.SIGCONT)
+            # Time to be noticed as hanging, if it were.
+            with pytest.raises(subprocess.TimeoutExpired):
+                script.wait(1.5)
+            print(file=script.stdin, flush=True)
             assert script.wait(WAIT) == 0
 
 
@@ -205,7 +212,7 @@ class TestStall:
         add("logger", "logger", make(wait_forever()), QUICK)
         add("start", "env", lambda: Thread(step_until_both_have), QUICK, starting)
         with pytest.raises(RunStalled) as info, running(supervisor) as thread:
-            wait_for(lambda: stepping.stepped and waiting.stepped)
+            wait_until(lambda: stepping.stepped and waiting.stepped)
             assert not thread.join(3.0)
             os.kill(status_of(supervisor, "env-0").pid, signal.SIGSTOP)
             stopped = time.monotonic()

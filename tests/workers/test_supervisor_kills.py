@@ -14,7 +14,7 @@ import subprocess
 import time
 
 import pytest
-from process_testing import is_gone, wait_for
+from process_testing import is_gone
 from supervisor_testing import (
     ROUNDS,
     launch,
@@ -23,6 +23,7 @@ from supervisor_testing import (
     running,
     status_of,
 )
+from waiting_testing import wait_until
 
 from embodied.workers import (
     Progress,
@@ -65,13 +66,13 @@ class TestKills:
                     # Nothing reaps the worker while it lives, so the pid is its own.
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-                wait_for(
+                wait_until(
                     lambda name=name, pid=pid: (
                         status_of(supervisor, name).pid not in (None, pid)
                     )
                 )
             now = time.monotonic()
-            wait_for(lambda: all(p.stepped > now for p in progresses.values()))
+            wait_until(lambda: all(p.stepped > now for p in progresses.values()))
             alive = {status.pid for status in supervisor.status()}
             restarts = sum(status.restarts for status in supervisor.status())
         assert len(killed) <= restarts
@@ -110,4 +111,4 @@ class TestKills:
                 # The pipe ends when the last process that can write to it has ended.
                 rest = script.stdout.read().split("\n")
                 pids = [int(text.split()[1]) for text in rest if text]
-                wait_for(lambda pids=pids: all(is_gone(pid) for pid in pids))
+                wait_until(lambda pids=pids: all(is_gone(pid) for pid in pids))

@@ -15,7 +15,7 @@ import threading
 import time
 
 import pytest
-from process_testing import WAIT, fail_with, is_gone, wait_for, wait_forever
+from process_testing import fail_with, is_gone, wait_forever
 from supervisor_testing import (
     QUICK,
     is_ours,
@@ -23,6 +23,7 @@ from supervisor_testing import (
     running,
     status_of,
 )
+from waiting_testing import WAIT, wait_until
 
 from embodied.workers import (
     Process,
@@ -41,13 +42,13 @@ class TestRestarts:
         supervisor.add("env-0", "env", make(wait_forever(), name="env-0"), QUICK)
         supervisor.add("env-1", "env", make(wait_forever()), QUICK)
         with running(supervisor):
-            wait_for(lambda: status_of(supervisor, "env-1").pid)
+            wait_until(lambda: status_of(supervisor, "env-1").pid)
             old, other = (status.pid for status in supervisor.status())
             os.kill(old, signal.SIGKILL)
             name, error = restarts.get(timeout=WAIT)
             assert name == "env-0"
             assert "was killed by SIGKILL" in str(error)
-            wait_for(lambda: status_of(supervisor, "env-0").pid not in (None, old))
+            wait_until(lambda: status_of(supervisor, "env-0").pid not in (None, old))
             status = status_of(supervisor, "env-0")
             assert (status.state, status.restarts) == ("running", 1)
             assert status_of(supervisor, "env-1").pid == other

@@ -10,7 +10,8 @@ import queue
 import threading
 
 import pytest
-from process_testing import WAIT, fail_with
+from process_testing import fail_with
+from waiting_testing import WAIT
 
 from embodied.workers import Process, Thread, WorkerError
 

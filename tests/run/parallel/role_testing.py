@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 import threading
-import time
 
-import elements
 import numpy as np
+from loop_testing import SETTINGS
+from waiting_testing import WAIT
 
 import embodied
-from embodied.replay import Replay
 from embodied.rpc import Future
 from embodied.run.settings import RunSettings
-from embodied.streams import Consec, Stateless
-
-WAIT = 30.0  # Seconds; far above what anything takes, also on a busy machine.
 
 DEFAULTS = {
-    "logdir": "",
-    "replica": 0,
-    "replicas": 1,
-    "eval_eps": 1,
-    "debug": False,
-    "from_checkpoint": "",
-    "agent_process": False,
-    "steps": 200,
-    "duration": 0.0,
-    "train_ratio": 8.0,
-    "log_every": 0.0,
-    "report_every": 0.0,
-    "save_every": 0.0,
-    "envs": 2,
-    "eval_envs": 1,
+    **SETTINGS,
     "report_batches": 2,
-    "actor_threads": 1,
-    "actor_batch": -1,
-    "episode_timeout": 180.0,
-    "usage": {"psutil": False},
-    "keep": 3,
-    "batch_size": 2,
-    "batch_length": 4,
-    "report_length": 2,
-    "consec_train": 1,
     "consec_report": 3,
-    "replay_context": 1,
-    "actor_addr": "localhost:{auto}",
-    "replay_addr": "localhost:{auto}",
-    "logger_addr": "localhost:{auto}",
-    "remote_replay": False,
-    "remote_envs": False,
-    "env_offset": 0,
     "envs_per_worker": 1,
     "transport": "zmq",
     "link": "auto",
@@ -198,56 +164,6 @@ def transitions(envids, index, is_eval=False):
     }
 
 
-def make_replay(args, training=True, **kwargs):
-    steps = (
-        args.consec_train * args.batch_length
-        if training
-        else args.consec_report * args.report_length
-    )
-    context = args.replay_context
-    kwargs = {"capacity": 1000, "context": context, **kwargs}
-    return Replay(steps + context, **kwargs)
-
-
-def make_stream(args):
-    def make(replay, mode):
-        training = mode == "train"
-        return Consec(
-            Stateless(replay.sample, args.batch_size, mode),
-            length=args.batch_length if training else args.report_length,
-            consec=args.consec_train if training else args.consec_report,
-            prefix=args.replay_context,
-            strict=training,
-            contiguous=True,
-        )
-
-    return make
-
-
-class Notes:
-    """Logger with the methods that roles use, which keeps all metrics in memory."""
-
-    def __init__(self):
-        self.step = elements.Counter()
-        self.rows = []
-        self.writes = 0
-        self.closed = False
-
-    def add(self, mapping, prefix=None):
-        for name, value in mapping.items():
-            name = f"{prefix}/{name}" if prefix else name
-            self.rows.append((int(self.step), name, value))
-
-    def write(self):
-        self.writes += 1
-
-    def close(self):
-        self.closed = True
-
-    def values(self, name):
-        return [value for _, found, value in self.rows if found == name]
-
-
 class Background:
     """Runs a function in a thread; leaving the block waits for it.
 
@@ -280,10 +196,3 @@ class Background:
             self.result = function(*arguments)
         except BaseException as error:
             self.error = error
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, "The condition did not come true."
-        time.sleep(0.005)

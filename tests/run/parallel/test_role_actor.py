@@ -4,14 +4,8 @@ import logging
 
 import numpy as np
 import pytest
-from role_testing import (
-    Background,
-    CountingAgent,
-    FakeClient,
-    make_args,
-    observations,
-    wait_until,
-)
+from role_testing import Background, CountingAgent, FakeClient, make_args, observations
+from waiting_testing import wait_until
 
 import embodied
 from embodied.replay import ReplayMemoryError

@@ -8,7 +8,8 @@ import time
 
 import numpy as np
 import pytest
-from role_testing import Background, CountingAgent, FakeClient, make_args, wait_until
+from role_testing import Background, CountingAgent, FakeClient, make_args
+from waiting_testing import wait_until
 
 from embodied.checkpoint import Checkpoint, CheckpointError, reading
 from embodied.rpc import Disconnected

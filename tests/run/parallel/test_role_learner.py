@@ -3,7 +3,8 @@
 import threading
 
 import pytest
-from role_testing import Background, CountingAgent, FakeClient, make_args, wait_until
+from role_testing import Background, CountingAgent, FakeClient, make_args
+from waiting_testing import wait_until
 
 from embodied.rpc import Disconnected
 from embodied.run.parallel.learner import Learner, RemoteStream

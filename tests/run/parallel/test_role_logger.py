@@ -5,7 +5,9 @@ import time
 
 import numpy as np
 import pytest
-from role_testing import Background, Notes, make_args, wait_until
+from loop_testing import Notes
+from role_testing import Background, make_args
+from waiting_testing import wait_until
 
 from embodied.rpc import Unanswered
 from embodied.run.live import record_events

@@ -6,7 +6,8 @@ import signal
 import time
 
 import pytest
-from role_testing import WAIT, CountingAgent, FakeClient, observations, wait_until
+from role_testing import CountingAgent, FakeClient, observations
+from waiting_testing import WAIT, wait_until
 
 from embodied.rpc import BatchServer, Client, Keys, RemoteError, WireError, free_port
 from embodied.rpc.links import Link

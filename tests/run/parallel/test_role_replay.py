@@ -1,5 +1,6 @@
 """The replay role without its server."""
 
+import functools
 import itertools
 import json
 import shutil
@@ -7,15 +8,9 @@ import threading
 
 import numpy as np
 import pytest
-from role_testing import (
-    WAIT,
-    Background,
-    make_args,
-    make_replay,
-    make_stream,
-    transitions,
-    wait_until,
-)
+from loop_testing import make_replay, make_stream
+from role_testing import Background, make_args, transitions
+from waiting_testing import WAIT, wait_until
 
 from embodied.checkpoint import Checkpoint, CheckpointError, PartWriter
 from embodied.replay.chunkfiles import ChunkFolder
@@ -36,7 +31,7 @@ def make_role(folder=None, **changes):
     return ReplayRole(
         make_replay(args, directory=folders[0]),
         make_replay(args, training=False, directory=folders[1]),
-        make_stream(args),
+        functools.partial(make_stream, args),
         args,
     )
 
@@ -118,7 +113,7 @@ class TestInserts:
     def test_a_replay_with_less_room_begins_when_it_is_full(self):
         args = make_args()
         train, other = make_replay(args, capacity=5), make_replay(args, training=False)
-        role = ReplayRole(train, other, make_stream(args), args)
+        role = ReplayRole(train, other, functools.partial(make_stream, args), args)
         fill(role, 4 + 5)
         assert role.sample_batch_train(0)["stepid"].shape[0] == BATCH
 
@@ -298,7 +293,7 @@ class TestSave:
         args = make_args()
         train = make_replay(args, directory=tmp_path / "replay", save_wait=True)
         other = make_replay(args, training=False)
-        role = ReplayRole(train, other, make_stream(args), args)
+        role = ReplayRole(train, other, functools.partial(make_stream, args), args)
         fill(role, FULL)
         writing, go_on = threading.Event(), threading.Event()
         write = ChunkFolder.write

@@ -10,7 +10,8 @@ import types
 
 import psutil
 import pytest
-from role_testing import make_args, wait_until
+from role_testing import make_args
+from waiting_testing import WAIT, wait_until
 
 from embodied import rpc
 from embodied.run import live
@@ -24,8 +25,6 @@ from embodied.run.parallel.reports import (
     report_workers,
     tell_logger,
 )
-
-WAIT = 20
 
 
 class End:

@@ -5,7 +5,7 @@ import queue
 import threading
 
 import pytest
-from role_testing import WAIT
+from waiting_testing import WAIT
 
 from embodied.run.parallel import stopping
 from embodied.run.parallel.stopping import StopDeadline, StopTimeout
