@@ -159,7 +159,7 @@ class TestKeys:
             assert Keys.load(path) == keys
             with Process(check_keys, path, keys) as process:
                 assert process.join(30)
-            process.check()
+            assert process.error is None
         with pytest.raises(AuthError):
             Keys.load(path)
         with private_keyfile(None, "shared.json") as path:

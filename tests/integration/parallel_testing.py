@@ -221,10 +221,13 @@ def shared_addresses(folder):
 
 
 def import_path():
-    """Returns the PYTHONPATH of programs, which begins with the folders of helpers."""
+    """Returns the PYTHONPATH of programs: the packages, then the folders of helpers.
+
+    In this order, since the folders of helpers have `dreamerv3` and `embodied`, too.
+    """
     here = pathlib.Path(__file__).parent
-    path = [str(here), str(here.parent), os.environ.get("PYTHONPATH")]
-    return os.pathsep.join(filter(None, path))
+    path = [here.parents[1], here, here.parent, os.environ.get("PYTHONPATH")]
+    return os.pathsep.join(str(folder) for folder in path if folder)
 
 
 def _memory_file():
