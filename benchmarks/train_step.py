@@ -1,7 +1,8 @@
 """Measures updates and policy steps of the agent, as runs make them.
 
     python -m benchmarks.train_step --size size12m [--batch 16] [--length 64]
-        [--platform cuda] [--dtype bfloat16] [--cold] [--count-only]
+        [--platform cuda] [--dtype bfloat16] [--flags "--jax.concurrent True"]
+        [--cold] [--count-only]
 
 Images of 64x64x3 and 17 discrete actions. Updates are calls of `agent.train` on one
 batch that stays on the device; a policy step is a call of `agent.policy_table`, from
@@ -61,6 +62,7 @@ def measure(options: argparse.Namespace, logdir: str) -> dict[str, Any]:
             *("--jax.platform", options.platform),
             *("--jax.compute_dtype", options.dtype),
             *("--run.envs", str(options.envs), "--run.actor_batch", str(options.envs)),
+            *options.flags.split(),
         ]
     )
     state = state_shapes(config)
@@ -193,6 +195,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", default="bfloat16", help="the CPU supports only float32"
     )
+    parser.add_argument("--flags", default="", help="further flags of the agent")
     parser.add_argument(
         "--unroll",
         type=int,

@@ -160,7 +160,7 @@ def set_up_devices(config: Mapping[str, Any]) -> Backend:
     given = config["jax"]
     same = (
         *("platform", "compute_dtype", "mock_devices", "prealloc", "jit", "debug"),
-        *("deterministic", "expect_devices", "coordinator_address"),
+        *("deterministic", "concurrent", "expect_devices", "coordinator_address"),
     )
     return setup(
         **{name: given[name] for name in same},

@@ -13,7 +13,7 @@ from embodied.envs.keys import SIGNALS
 from embodied.jax import values
 from embodied.jax.heads import NamedSpaces
 from embodied.jax.nets import Array, Builder, Recipes, activate, symlog
-from embodied.jax.resampling import max_pool, pooled_conv
+from embodied.jax.resampling import pooled_conv
 
 SMALLEST_MAP, LARGEST_MAP = 3, 16  # Sides of the smallest feature map.
 
@@ -59,6 +59,11 @@ class Encoder(eqx.Module):
     settings: CoderSettings = eqx.field(static=True)
     dtype: str = eqx.field(static=True)
     pooled_channels: int = eqx.field(static=True)
+    acting_channels: int = eqx.field(static=True)
+
+    def for_acting(self) -> Encoder:
+        """The same encoder, arranged for a few images instead of a batch."""
+        return dataclasses.replace(self, pooled_channels=self.acting_channels)
 
     def __call__(self, obs: Mapping[str, Array]) -> Array:
         """Encodes observations [..., *shape] to tokens [..., E] in the compute dtype.
@@ -93,10 +98,8 @@ class Encoder(eqx.Module):
             conv = self.parts[f"cnn{index}"]
             if settings.strided or (settings.outer and index == 0):
                 x = conv(x)
-            elif x.shape[-1] <= self.pooled_channels:
-                x = pooled_conv(conv, x)
             else:
-                x = max_pool(conv(x))
+                x = pooled_conv(conv, x, x.shape[-1] <= self.pooled_channels)
             x = self._activate(f"cnn{index}", x)
         return x.reshape((*x.shape[:-3], -1))
 
@@ -110,6 +113,7 @@ def make_encoder(
     config: Mapping[str, Any],
     dtype: str,
     pooled_channels: int = 0,
+    acting_channels: int = 0,
 ) -> tuple[Encoder, int]:
     """Makes the encoder `enc` and returns it with the length of its tokens.
 
@@ -120,6 +124,8 @@ def make_encoder(
       dtype: compute dtype.
       pooled_channels: convolutions with at most so many input channels are computed
         on the pooled map.
+      acting_channels: the same for acting, where an accelerator takes longer to arrange
+        the kernels than it saves.
 
     Raises:
       ValueError: an observation that cannot be encoded.
@@ -148,7 +154,8 @@ def make_encoder(
             parts[f"cnn{index}norm"] = build.scale(depth)
             inputs = depth
         size += height * width * inputs
-    return Encoder(parts, vectors, images, settings, dtype, pooled_channels), size
+    channels = (pooled_channels, acting_channels)
+    return Encoder(parts, vectors, images, settings, dtype, *channels), size
 
 
 def split_spaces(spaces: NamedSpaces) -> tuple[NamedSpaces, NamedSpaces]:

@@ -62,18 +62,22 @@ class Tuning:
       scan: steps per iteration of the loop over replayed sequences.
       imagine: steps per iteration of the loop of imagination.
       pooled_channels: see `make_encoder`.
+      acting_channels: see `make_encoder`.
       halved_channels: see `make_decoder`.
     """
 
     scan: int = 1
     imagine: int = 1
     pooled_channels: int = 12
+    acting_channels: int = 12
     halved_channels: int = 0
 
 
 # Accelerators mostly wait for small kernels, of which fewer iterations launch fewer,
 # and are faster with many channels; a CPU mostly waits for the compiler.
-ACCELERATOR = Tuning(scan=4, imagine=5, pooled_channels=64, halved_channels=12)
+ACCELERATOR = Tuning(
+    scan=4, imagine=5, pooled_channels=64, acting_channels=0, halved_channels=12
+)
 CPU = Tuning()
 
 
@@ -203,7 +207,8 @@ def init(
         return Builder.of(recipes, name, config[part], dtype)
 
     enc, tokens = make_encoder(
-        recipes, spaces, config["enc"]["simple"], dtype, tuning.pooled_channels
+        *(recipes, spaces, config["enc"]["simple"], dtype),
+        *(tuning.pooled_channels, tuning.acting_channels),
     )
     model = Model(
         enc=enc,
@@ -319,7 +324,7 @@ def policy_params(model: Model) -> PolicyNetworks:
         if not name.startswith("prior")
     }
     dyn = RSSM(parts, model.dyn.cell, model.dyn.scan_unroll)
-    chosen = PolicyNetworks(model.enc, dyn, model.pol, model.settings)
+    chosen = PolicyNetworks(model.enc.for_acting(), dyn, model.pol, model.settings)
     return cast_matrices(chosen, model.dyn.cell.dtype)
 
 

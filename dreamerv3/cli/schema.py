@@ -421,6 +421,12 @@ def _devices(flat: Flat) -> Iterator[str]:
             f"jax.mock_devices: expected 0 with jax.platform {platform}, got {mock}. "
             f"Only the cpu can be made into several devices."
         )
+    if flat["jax.concurrent"] and len(flat["jax.train_devices"]) * flat["replicas"] > 1:
+        yield (
+            f"jax.concurrent: expected False with several devices that train together, "
+            f"got True with jax.train_devices {list(flat['jax.train_devices'])} and "
+            f"replicas {flat['replicas']}."
+        )
     for role in ("train", "policy"):
         devices = flat[f"jax.{role}_devices"]
         for name, count in (("mock", mock), ("expect", expect)):

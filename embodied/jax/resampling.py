@@ -17,15 +17,30 @@ import numpy as np
 from embodied.jax.nets import Array, Conv, add_bias
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
+CHANNELS = 8  # Matrix units take multiples of so many channels of 16 bits.
 
 
-def pooled_conv(conv: Conv, x: Array) -> Array:
-    """Convolves maps [..., 2H, 2W, C] and takes the largest of each 2x2 square."""
+def pooled_conv(conv: Conv, x: Array, halve: bool = True) -> Array:
+    """Convolves maps [..., 2H, 2W, C] and takes the largest of each 2x2 square.
+
+    Args:
+      conv: the convolution.
+      x: the maps.
+      halve: whether to compute on maps of half the size, with four times as many
+        channels.
+    """
     *lead, height, width, channels = x.shape
-    x = _to_blocks(x.reshape((-1, height, width, channels)))
-    kernel, padding = _block_kernel(conv.kernel)
-    x = _convolve(x, kernel, padding, conv.dtype)
-    x = largest(x.reshape((*x.shape[:-1], 4, -1)), (-2,))
+    x = x.reshape((-1, height, width, channels))
+    if halve:
+        kernel, padding = _block_kernel(conv.kernel)
+        x = _convolve(_to_blocks(x), kernel, padding, conv.dtype)
+        x = largest(x.reshape((*x.shape[:-1], 4, -1)), (-2,))
+    else:
+        size = conv.kernel.shape[0]
+        x = _convolve(x, conv.kernel, ((size - 1) // 2, size // 2), conv.dtype)
+        x = max_pool(x)
+    # Equal to adding it before, where there are four times as many numbers to add it
+    # to, and where devices have fewer ways to compute the convolution.
     x = add_bias(x, conv.bias)
     return x.reshape((*lead, *x.shape[1:]))
 
@@ -135,6 +150,11 @@ def _block_kernel(kernel: Array) -> tuple[Array, tuple[int, int]]:
 
 
 def _convolve(x: Array, kernel: Array, padding: tuple[int, int], dtype: str) -> Array:
+    missing = -x.shape[-1] % CHANNELS
+    if missing and dtype == "bfloat16":
+        # Here, a compiler can pad while it arranges the map. Later, it takes a copy.
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing)))
+        kernel = jnp.pad(kernel, ((0, 0), (0, 0), (0, missing), (0, 0)))
     return jax.lax.conv_general_dilated(
         x.astype(dtype),
         kernel.astype(dtype),

@@ -57,6 +57,7 @@ def setup(
     jit: bool = True,
     debug: bool = False,
     deterministic: bool = False,
+    concurrent: bool = False,
     expect_devices: int = 0,
     coordinator_address: str = "",
     replica: int = 0,
@@ -74,6 +75,7 @@ def setup(
       jit: compile; else every operation runs by itself.
       debug: raise at the first value that is not finite.
       deterministic: choose only algorithms that give the same result every time.
+      concurrent: let one NVIDIA GPU run independent parts of a program at once.
       expect_devices: number of devices of all hosts; 0 for any.
       coordinator_address: HOST:PORT of the first of several hosts.
       replica: index of this host.
@@ -94,9 +96,8 @@ def setup(
             f"jax.mock_devices: expected 0 with jax.platform {platform}, got "
             f"{mock_devices}. Only the cpu can be made into several devices."
         )
-    flags = xla_flags(
-        platform, mock_devices, deterministic, several=replicas * train_devices > 1
-    )
+    several = replicas * train_devices > 1
+    flags = xla_flags(platform, mock_devices, deterministic, several, concurrent)
     add_xla_flags(os.environ, flags)
     if not prealloc:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -116,7 +117,11 @@ def setup(
 
 
 def xla_flags(
-    platform: str, mock_devices: int, deterministic: bool, several: bool
+    platform: str,
+    mock_devices: int,
+    deterministic: bool,
+    several: bool,
+    concurrent: bool = False,
 ) -> dict[str, str]:
     """Flags of the compiler by name.
 
@@ -132,6 +137,11 @@ def xla_flags(
             flags["xla_gpu_enable_latency_hiding_scheduler"] = "true"
         if deterministic:
             flags["xla_gpu_deterministic_ops"] = "true"
+        if concurrent:
+            # Loops belong to the same graph as everything else, and the device starts
+            # each of its nodes as soon as those are done that it depends on.
+            flags["xla_gpu_enable_command_buffer"] = "+WHILE"
+            flags["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
     return flags
 
 

@@ -134,6 +134,7 @@ CONTRACT = {
         "train_mesh": "-1,1,1",
         "policy_mesh": "-1,1,1",
         "deterministic": False,
+        "concurrent": False,
     },
     "suite": {
         "preset": "none",

@@ -158,6 +158,11 @@ USAGE_ERRORS = {
         "multiples of 16 from 48 to 256",
         "4 times",
     ),
+    "several devices at once": (
+        "--jax.concurrent True --jax.train_devices 0 1",
+        "jax.concurrent: expected False with several devices",
+        "[0, 1]",
+    ),
     "mock devices": ("--jax.mock_devices 2 --jax.platform cuda", "mock", "cuda"),
     "few mock devices": (
         "--jax.mock_devices 2 --jax.train_devices 2",

@@ -37,8 +37,10 @@ def images(*lead, seed=0):
 
 
 @pytest.mark.parametrize("tuning", [model.CPU, model.ACCELERATOR])
-def test_tokens_equal_golden(tuning):
-    tokens = quick_jit(golden_state(tuning).model.enc)(golden_inputs())
+@pytest.mark.parametrize("acting", [False, True])
+def test_tokens_equal_golden(tuning, acting):
+    enc = golden_state(tuning).model.enc
+    tokens = quick_jit(enc.for_acting() if acting else enc)(golden_inputs())
     assert_golden(tokens, "tokens")
 
 

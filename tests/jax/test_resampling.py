@@ -33,7 +33,7 @@ def plain_doubled(conv, x):
 
 
 def ordinary_pooled(conv, x):
-    return max_pool(conv(x))
+    return pooled_conv(conv, x, halve=False)
 
 
 def halved_conv(conv, x):
@@ -82,6 +82,18 @@ def test_the_compute_dtype_is_kept(ours):
     conv = Conv(conv.kernel, conv.bias, "bfloat16")
     result = jax.eval_shape(ours, conv, np.zeros((2, 8, 8, 3), np.float32))
     assert result.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("ours", "plain"), CASES)
+@pytest.mark.parametrize("inputs", [3, 8])
+def test_channels_that_are_added_for_the_device_change_nothing(ours, plain, inputs):
+    conv = make_conv(5, inputs, 4)
+    x = np.random.default_rng(1).integers(-4, 5, (2, 8, 8, inputs)).astype(np.float32)
+    # Small integers, which are exact in bfloat16, as are their products.
+    kernel, bias = jnp.round(conv.kernel), jnp.round(conv.bias)
+    halves = Conv(kernel, bias, "bfloat16"), Conv(kernel, bias, "float32")
+    result, expected = compute(lambda x: (ours(halves[0], x), plain(halves[1], x)), x)
+    np.testing.assert_array_equal(result, expected.astype(jnp.bfloat16))
 
 
 def test_max_pool_takes_the_largest_of_each_square():

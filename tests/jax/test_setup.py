@@ -24,6 +24,11 @@ def test_flags_of_the_gpu_apply_to_cuda_and_to_auto(platform):
     assert deterministic == {"xla_gpu_deterministic_ops": "true"}
     several = xla_flags(platform, 0, deterministic=False, several=True)
     assert several == {"xla_gpu_enable_latency_hiding_scheduler": "true"}
+    concurrent = xla_flags(platform, 0, False, False, concurrent=True)
+    assert set(concurrent) == {
+        "xla_gpu_enable_command_buffer",
+        "xla_gpu_command_buffer_scheduling_mode",
+    }
     assert xla_flags(platform, 0, deterministic=False, several=False) == {}
 
 
@@ -37,7 +42,8 @@ def test_the_compiler_knows_all_flags():
     code = """
 import os
 from embodied.jax.setup import add_xla_flags, xla_flags
-add_xla_flags(os.environ, xla_flags('cuda', 0, deterministic=True, several=True))
+flags = xla_flags('cuda', 0, deterministic=True, several=True, concurrent=True)
+add_xla_flags(os.environ, flags)
 import jax
 print(jax.jit(lambda x: x + 1)(1), os.environ['XLA_FLAGS'])
 """
