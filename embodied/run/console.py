@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -61,8 +61,8 @@ def stop_on_signals(note: str = "") -> Iterator[threading.Event]:
         for each, handler in previous.items():
             ignored = handler == signal.SIG_IGN
             signal.signal(each, usual[each] if ignored else handler)
-        if not thread.is_alive():
-            _repeat_signals(arrived, previous)
+        if not thread.is_alive() and signal.SIGINT in previous:
+            _repeat_interrupts(arrived)
 
     def set_stop() -> None:
         while number := os.read(arrived, 1):
@@ -90,16 +90,17 @@ def stop_on_signals(note: str = "") -> Iterator[threading.Event]:
         os.close(arrived)
 
 
-def _repeat_signals(arrived: int, wanted: Container[int]) -> None:
-    """Sends signals again that came before the handler of the first one was called.
+def _repeat_interrupts(arrived: int) -> None:
+    """Sends SIGINT again if it came before the handler of the first one was called.
 
-    The interpreter calls it only once for them.
+    The interpreter calls it only once for them. SIGTERM is not repeated: programs such
+    as `timeout` send it twice, to the process and to its group, and mean it once.
     """
     os.set_blocking(arrived, False)
     with contextlib.suppress(BlockingIOError):
         while True:
-            if (number := os.read(arrived, 1)[0]) in wanted:
-                signal.raise_signal(number)
+            if os.read(arrived, 1)[0] == signal.SIGINT:
+                signal.raise_signal(signal.SIGINT)
 
 
 class _Printer(logging.Handler):

@@ -89,6 +89,25 @@ def test_two_interrupts_count_even_if_python_could_handle_neither():
     assert errors.endswith("KeyboardInterrupt\n")
 
 
+def test_a_signal_that_is_sent_twice_at_once_counts_once():
+    # `timeout` sends it to the process, and to the group of the process.
+    code = (
+        "from embodied.run.console import stop_on_signals\n"
+        "with stop_on_signals() as stop:\n"
+        "    print('busy', flush=True)\n"
+        "    sum(range(10**8))\n"
+        "print('saved', stop.is_set())\n"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "busy\n"
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)  # The system counts signals once that come together.
+        shown = process.communicate(timeout=60)[0]
+    assert (process.returncode, shown) == (0, "saved True\n")
+
+
 def test_a_second_interrupt_ends_it_at_once(tmp_path):
     with start(tmp_path, steps=1e10, hang_at=50) as process:
         assert wait_for_line(process) == "hanging\n"
