@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -427,10 +428,16 @@ class RemoteStream(Stream):
 
     def _wait(self, future: Any, seconds: float | None) -> bool:
         """Waits for a call; returns False if the stream closes or time is over."""
-        self._wake.clear()
-        if self.closed:  # Checked after the clear, which may undo its wake-up.
+        if self.closed:
             return False
         future.add_callback(lambda _: self._wake.set())
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
         with self._waiting:
-            self._wake.wait(seconds)
+            # An earlier call may wake it, too: once for every wait for that call.
+            while not future.done() and not self.closed:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._wake.wait(None if seconds is None else left)
+                self._wake.clear()  # What it stands for is checked after this.
         return future.done()

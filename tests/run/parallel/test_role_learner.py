@@ -179,6 +179,22 @@ class TestStream:
         assert next(stream) == {"number": 0}
         assert [arguments for _, arguments in client.calls] == [(0,), (1,), (0,)]
 
+    def test_a_wake_up_for_an_earlier_batch_does_not_end_it(self):
+        client = FakeClient(held=["sample_batch_train"])
+        stream = RemoteStream(client, "train", ahead=1)
+        # Waited for several times, so that it wakes the reader several times.
+        assert not stream.ready(0.001)
+        assert not stream.ready(0.001)
+        client.open[0].set_result({"number": 0})
+        assert next(stream) == {"number": 0}
+        with Background(next, stream) as task:
+            wait_until(lambda: len(client.open) == 3)
+            stream._wake.set()  # As the second call of the first batch's callback.
+            wait_until(lambda: not stream._wake.is_set())
+            assert task.running
+            client.open[1].set_result({"number": 1})
+        assert task.result == {"number": 1}
+
     def test_it_is_ready_for_an_error_and_never_after_the_end(self):
         client = FakeClient(sample_batch_train=RuntimeError("broken"))
         stream = RemoteStream(client, "train")
