@@ -150,7 +150,8 @@ class ChunkFolder:
             large.
         """
         limit = (file.stop - file.start) * step_bytes + _MAX_HEADER
-        with HashedReader(self.path, file.name) as stored:
+        target = self._target(file)
+        with HashedReader(target.parent, target.name) as stored:
             if stored.size > limit:
                 raise CheckpointError(
                     f"{stored.path} is damaged: expected at most {limit} bytes, got "
@@ -171,7 +172,7 @@ class ChunkFolder:
         Raises:
           CheckpointError: the file, which is named, is missing, torn or altered.
         """
-        target = self.path / file.name
+        target = self._target(file)
         try:
             with target.open("rb") as stored:
                 compressed = stored.read(len(_FRAME)) == _FRAME
@@ -187,6 +188,18 @@ class ChunkFolder:
                 return _parse_header(reader.read(length))
         except (OSError, ValueError, LookupError, zstandard.ZstdError) as error:
             raise CheckpointError(f"Cannot read {target}: {error}.") from error
+
+    def _target(self, file: ChunkFile) -> Path:
+        """Returns the path to read a file at, which may be a link to it.
+
+        Whoever shares a replay by links means the files behind them.
+        """
+        try:
+            return (self.path / file.name).resolve()
+        except (OSError, RuntimeError) as error:  # E.g. a loop of links.
+            raise CheckpointError(
+                f"Cannot read {self.path / file.name}: {error}."
+            ) from error
 
     def records(
         self, files: Iterable[ChunkFile], root: str | os.PathLike[str]

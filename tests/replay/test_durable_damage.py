@@ -159,6 +159,21 @@ def damage_remove(path):
 DAMAGES = [damage_cut, damage_empty, damage_flip, damage_remove]
 
 
+class TestLinks:
+    def test_steps_behind_links_are_read(self, make, tmp_path):
+        replay = make()
+        fill(replay, [0, 1], range(30))
+        replay.save()
+        shared = tmp_path / "shared"
+        shared.mkdir()
+        for path in (tmp_path / "replay").iterdir():
+            (shared / path.name).symlink_to(path)
+        (shared / "loop").symlink_to("loop")
+        loaded = make(directory=None)
+        loaded.load(directory=shared)
+        assert all_starts(loaded) == all_starts(replay) != set()
+
+
 class TestDamage:
     @pytest.mark.parametrize("compress", ["zstd", "none"])
     @pytest.mark.parametrize("with_data", [True, False])
