@@ -96,9 +96,12 @@ def render(
         raise PlotError("expected runs with at least one episode, found none.")
     end = math.inf if until is None else until
     runs = [curves.read_run(folder, metric).until(end) for folder in folders]
-    tasks: dict[str, dict[str, list[Curve]]] = {}
+    tasks: dict[tuple[str, str], dict[str, list[Curve]]] = {}
     for run, label in zip(runs, labels or [run.size for run in runs]):
-        tasks.setdefault(run.task, {}).setdefault(label, []).append(run)
+        # A task is another one with other observations, if it is published with both.
+        published = find_published(run.config, run.task)
+        key = (run.task, published.suite if published else "")
+        tasks.setdefault(key, {}).setdefault(label, []).append(run)
     names = list(dict.fromkeys(label for groups in tasks.values() for label in groups))
     colors = {label: COLORS[index % len(COLORS)] for index, label in enumerate(names)}
     figure, grid = _new_figure(len(tasks))
@@ -113,7 +116,11 @@ def render(
         for label, group in groups.items():
             _draw_group(axes, label, group, colors[label], width, window)
         axes.set_xlim(left=0)
-    _add_legend(figure)
+    legend = _add_legend(figure)
+    if len(tasks) > 1:
+        # The panels keep their size, however many lines the legend has.
+        lines = max(legend.get_window_extent().height - MARGIN, 0)
+        figure.set_figheight(figure.get_figheight() + lines / DPI)
     _write_figure(figure, out)
     return out
 
@@ -269,8 +276,8 @@ def _style_axes(axes: Any, runs: Sequence[Curve], metric: str, fontsize: int) ->
     axes.set_title(title(runs), loc="left", color=INK, fontsize=fontsize + 2)
 
 
-def _add_legend(figure: Any) -> None:
-    """Puts one legend above all panels, with each label once."""
+def _add_legend(figure: Any) -> Any:
+    """Puts one legend above all panels, with each label once, and returns it."""
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels()):
@@ -285,10 +292,11 @@ def _add_legend(figure: Any) -> None:
             fontsize=9,
             labelcolor=INK,
         )
-        if legend.get_window_extent().width <= LEGEND_WIDTH * figure.bbox.width:
-            return
-        if columns > 1:
-            legend.remove()
+        fits = legend.get_window_extent().width <= LEGEND_WIDTH * figure.bbox.width
+        if fits or columns == 1:
+            break
+        legend.remove()
+    return legend
 
 
 def _write_figure(figure: Any, out: Path) -> None:

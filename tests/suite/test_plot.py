@@ -166,6 +166,33 @@ def test_the_picture_has_a_panel_for_every_task(make_run, tmp_path):
     assert (panels[5] == 255).all()
 
 
+@pytest.mark.filterwarnings("error")
+def test_panels_keep_their_size_below_many_labels(make_run, tmp_path):
+    runs, labels = [], []
+    for task in ("atari100k_a", "atari100k_b"):
+        for index in range(13):
+            flags = ("--configs", "atari100k", "--task", task)
+            runs.append(make_run(f"{task}{index}", SCORES, flags=flags))
+            labels.append(f"method number {index} with a setting of its own")
+    with Image.open(plot.render(runs, tmp_path / "many.png", labels=labels)) as image:
+        width, height = image.size
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    assert width == 2 * plot.PANEL[0]
+    assert height > plot.PANEL[1] + 13 * 15
+    # Grid lines are as far apart as without a legend.
+    lower = pixels[-plot.PANEL[1] :, : plot.PANEL[0]]
+    lines = np.flatnonzero((np.abs(lower - [224, 224, 224]).max(-1) < 12).sum(1) > 150)
+    assert lines.max() - lines.min() > 0.5 * plot.PANEL[1]
+
+
+def test_a_task_has_a_panel_for_each_kind_of_observations(make_run, tmp_path):
+    task = ("--task", "dmc_walker_walk")
+    proprio = make_run("a", SCORES, flags=("--configs", "dmc_proprio", *task))
+    vision = make_run("b", SCORES, flags=("--configs", "dmc_vision", *task))
+    with Image.open(plot.render([proprio, vision], tmp_path / "two.png")) as image:
+        assert image.size[0] == 2 * plot.PANEL[0]
+
+
 def test_wildcards_find_runs_at_any_depth(make_run, tmp_path, monkeypatch):
     runs = [make_run("runs/a", SCORES), make_run("runs/deep/b", SCORES, seed=1)]
     assert plot.find_runs(tmp_path / "runs/**") == runs
