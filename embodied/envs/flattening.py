@@ -157,6 +157,7 @@ def array_leaf(
     high: Any,
     acts: bool,
     plain: bool = False,
+    classes: bool = False,
 ) -> SpaceLeaf:
     """Makes the leaf of an array of numbers.
 
@@ -168,18 +169,19 @@ def array_leaf(
       high: highest values, inclusive.
       acts: whether it is an action.
       plain: see `SpaceLeaf`.
+      classes: whether all actions but floats become classes from 0 on, in int32.
     """
     dtype, shape = np.dtype(source.dtype), source.shape
     if dtype.kind == "f":
         bounds = (low, high) if acts else (None, None)
         return SpaceLeaf(key, path, Space(dtype, shape, *bounds), source)
-    if dtype.kind == "b":
+    if dtype.kind == "b" and not classes:
         return SpaceLeaf(key, path, Space(dtype, shape), source, plain=plain)
     wide = np.uint64 if dtype == np.uint64 else np.int64
     low, high = (np.broadcast_to(x, shape).astype(wide) for x in (low, high))
     spread = high.astype(object) - low.astype(object)
     # Actions are classes, and an observation of -1 would mean that it is missing.
-    shift = np.any(low) and (acts or dtype.kind == "i")
+    shift = classes or (np.any(low) and (acts or dtype.kind == "i"))
     if shift and np.all(spread < np.iinfo(np.int32).max):
         start = low.astype(np.int64)
         return SpaceLeaf(key, path, class_space(spread + 1), source, start, plain=plain)

@@ -122,7 +122,10 @@ def _leaf(key: str, path: Path, spec: Any, acts: bool) -> SpaceLeaf:
                 "Use dm_env.specs.BoundedArray or DiscreteArray."
             )
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
-    return array_leaf(key, path, spec, low, high, acts, plain=True)
+    if dtype.kind == "b":
+        low, high = 0, 1
+    # Replays of runs have actions as classes, whatever their dtype is.
+    return array_leaf(key, path, spec, low, high, acts, plain=True, classes=acts)
 
 
 def _is_image(spec: Any) -> bool:

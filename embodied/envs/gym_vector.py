@@ -90,7 +90,10 @@ class SingleEnv(Env):
 
     def step(self, action: dict[str, Array]) -> dict[str, Array]:
         """Steps the environment."""
-        rows = {key: np.asarray(value)[None] for key, value in action.items()}
+        # A step that resets needs no other action, but a vector takes all of them.
+        missing = self.act_space.keys() - action.keys() if action["reset"] else ()
+        zeros = {key: np.zeros_like(self.act_space[key].low) for key in missing}
+        rows = {key: np.asarray(x)[None] for key, x in {**zeros, **action}.items()}
         return {key: value[0] for key, value in self.envs.step(rows).items()}
 
     def close(self) -> None:

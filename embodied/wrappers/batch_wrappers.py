@@ -60,6 +60,10 @@ class FitBatch(BatchEnv):
             key: ValueCheck("observation", key, self._rows(space), envs, passes)
             for key, space in self._obs_space.items()
         }
+        self._act_checks = {
+            key: ValueCheck("action", key, self._rows(space), envs, passes=False)
+            for key, space in self._act_space.items()
+        }
 
     @property
     def obs_space(self) -> Spaces:
@@ -75,14 +79,18 @@ class FitBatch(BatchEnv):
         return len(self._envs)
 
     def step(self, actions: Step) -> Step:
-        """Converts actions [n, ...], steps, and converts and checks observations."""
+        """Checks and converts actions [n, ...], steps, and does so for observations."""
         check_keys("action", actions, self._act_space, self._envs)
+        resets = np.asarray(actions["reset"], bool)
         converted = {}
         for key, value in actions.items():
+            array = np.asarray(value)
             if key in self._converters:
-                clip, scale = self._converters[key]
-                value = scale.convert(clip.convert(np.asarray(value)))
-            converted[key] = np.asarray(value).astype(self._inner_act[key].dtype)
+                array = self._converters[key][0].convert(array)
+            array = self._check_action(key, array, resets)
+            if key in self._converters:
+                array = self._converters[key][1].convert(array)
+            converted[key] = array.astype(self._inner_act[key].dtype)
         obs = self._envs.step(converted)
         check_keys("observation", obs, self._obs_space, self._envs)
         return {key: self._convert(key, obs[key]) for key in self._obs_space}
@@ -95,17 +103,30 @@ class FitBatch(BatchEnv):
         """Returns the space of all rows of a batch."""
         return Space(space.dtype, (len(self), *space.shape), space.low, space.high)
 
+    def _check_action(self, key: str, array: np.ndarray, resets: np.ndarray) -> Array:
+        """Checks the values of all rows but those that reset, which need no action."""
+        space = self._act_space[key]
+        if resets.any() and array.shape == (len(self), *space.shape):
+            where = resets.reshape((-1,) + (1,) * len(space.shape))
+            harmless = np.clip(0, *space.limits).astype(array.dtype)
+            array = array if key == "reset" else np.where(where, harmless, array)
+        return self._act_checks[key](_cast(array, space))
+
     def _convert(self, key: str, value: Array) -> Array:
         array, space = np.asarray(value), self._obs_space[key]
         if self._size is not None and is_image(space):
             array = np.stack([resize_image(image, self._size) for image in array])
-        if array.dtype != space.dtype and array.dtype.kind in "biuf":
-            with np.errstate(over="ignore", invalid="ignore"):
-                cast = array.astype(space.dtype)
-            # Integers that the new dtype cannot hold are left for the check to report.
-            if space.dtype.kind == "f" or np.array_equal(cast, array):
-                array = cast
-        return self._checks[key](array)
+        return self._checks[key](_cast(array, space))
+
+
+def _cast(array: np.ndarray, space: Space) -> np.ndarray:
+    """Casts to the dtype of a space, but for integers that it cannot hold."""
+    if array.dtype == space.dtype or array.dtype.kind not in "biuf":
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = array.astype(space.dtype)
+    # Others are left for the check to report.
+    return cast if space.dtype.kind == "f" or np.array_equal(cast, array) else array
 
 
 class ActionSpaces(Env):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from suite_testing import play
 
+from embodied import Space
 from embodied.envs import UnknownTask, make
 from embodied.envs.from_dm import FromDM
 from embodied.envs.keys import UnsupportedSpace
@@ -149,6 +150,13 @@ def test_integer_actions_count_from_zero():
     assert number.dtype == np.int64
     assert {-1: "left"}[number] == "left"
     assert booleans.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int64])
+def test_actions_are_classes_in_int32_whatever_their_dtype(dtype):
+    inner = Counter()
+    inner.action_spec = lambda: Bounded((2,), dtype, 0, 1)
+    assert FromDM(inner).act_space["action"] == Space(np.int32, (2,), 0, 2)
 
 
 def test_repeat_sums_rewards_and_stops_at_the_end():

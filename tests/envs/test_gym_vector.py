@@ -217,6 +217,30 @@ def test_one_row_is_an_environment():
     single.close()
 
 
+def test_one_row_resets_without_other_actions():
+    env = SingleEnv(make_vector("CartPole-v1", [3], "sync"))
+    for _ in range(2):
+        assert env.step({"reset": np.bool_(True)})["is_first"]
+        action = {"reset": np.bool_(False), "action": np.int32(1)}
+        while not env.step(action)["is_last"]:
+            pass
+    env.close()
+
+
+def test_actions_of_a_batch_are_checked_unless_they_reset():
+    floats = FitBatch(VectorGym(make_pendulums(2)))
+    classes = FitBatch(VectorGym(Count(2)))
+    nan, far = np.full((2, 1), np.nan, np.float32), np.full((2, 2), 300, np.int32)
+    for batch, bad, message in ((floats, nan, "finite"), (classes, far, "300")):
+        batch.step({"reset": np.array([True, True]), "action": bad})
+        fine = bad.copy()
+        fine[0] = 0
+        batch.step({"reset": np.array([False, True]), "action": fine})
+        with pytest.raises(SpaceError, match=message):
+            batch.step({"reset": np.array([False, False]), "action": fine})
+        batch.close()
+
+
 def test_images_are_resized_for_the_networks():
     config = load_config(["--task", "test_gym_vector:make_pictures"], {})
     batch = EnvFactory(config).make_batch([0, 1])
