@@ -30,7 +30,8 @@ from dreamerv3.cli.schema import (
     combination_problems,
     nearest,
 )
-from dreamerv3.cli.task_origin import find_task_problem
+from dreamerv3.cli.task_origin import find_task_problem, suite_of
+from embodied.envs.registry import is_envpool_atari
 from embodied.run.settings import RunSettings
 
 FILENAME = "config.yaml"  # File of the configuration in the logdir.
@@ -226,7 +227,10 @@ def make_args(config: elements.Config) -> elements.Config:
 
 def action_repeat(config: Mapping[str, Any]) -> int:
     """Returns the frames of an agent step by a configuration with full keys."""
-    return int(config.get(f"env.{config['task'].partition('_')[0]}.repeat", 1))
+    suite = suite_of(config["task"])
+    if suite == "envpool" and not is_envpool_atari(config["task"].partition("_")[2]):
+        return 1
+    return int(config.get(f"env.{suite}.repeat", 1))
 
 
 def read_config(filename: str | os.PathLike[str]) -> elements.Config:

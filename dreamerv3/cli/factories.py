@@ -16,6 +16,7 @@ import numpy as np
 
 from dreamerv3.cli.config import ConfigError, action_repeat
 from dreamerv3.cli.schema import LARGEST_MAP, SMALLEST_MAP
+from dreamerv3.cli.task_origin import suite_of
 from embodied import logger as loggers
 from embodied import streams, wrappers
 from embodied.base import Agent, BatchEnv, Env, Spaces, Stream, TaskError
@@ -77,9 +78,9 @@ def make_filmed_env(config: elements.Config, index: int) -> Env:
 
     Only the first environment is rendered.
     """
-    suite = config.task.partition("_")[0]
+    suite = suite_of(config.task)
     drawn: dict[str, Any] = {}
-    if suite == "gym" or ":" in config.task:
+    if suite == "gym":
         drawn = {"render_mode": "rgb_array"}
     try:
         env = make_env(config, index, **drawn)
@@ -142,7 +143,7 @@ def image_size(
     are. Also returns None for suites whose option `size` holds for all of their tasks,
     and for images of the size of `env.gym`, because that option has been checked.
     """
-    suite = config.task.partition("_")[0]
+    suite = suite_of(config.task)
     images = [
         tuple(space.shape[:2])
         for key, space in spaces.items()

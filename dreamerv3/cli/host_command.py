@@ -35,7 +35,9 @@ HOST_KEYS = (
     *("task", "seed", "ipv6", "env.", "run.transport", "run.insecure"),
     *("run.envs_per_worker", "run.env_timeout", "run.stall_timeout"),
     *("run.restarts.env", "run.log_every", "run.usage."),
-    "agent.enc.simple.",  # Images are resized for the networks.
+    # Images are resized for the networks, if there are any.
+    *("random_agent", "agent.enc.simple."),
+    *("agent.dec.simple.mults", "agent.dec.simple.outer"),
 )
 
 

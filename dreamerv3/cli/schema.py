@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from dreamerv3.cli.task_origin import suite_of
 from embodied.envs import registry
 
 # Groups whose keys may have any name: arguments of environments, and the scales of
@@ -482,7 +483,7 @@ def _agent(flat: Flat) -> Iterator[str]:
 
 def _images(flat: Flat) -> Iterator[str]:
     task = flat["task"]
-    key = f"env.{'gym' if ':' in task else task.partition('_')[0]}.size"
+    key = f"env.{suite_of(task)}.size"
     if flat["random_agent"] or not any(flat.get(key, ())):
         return
     parts = [f"agent.{part}.simple" for part in ("enc", "dec")]

@@ -277,7 +277,7 @@ def rollout(
       args: the `run` block of the configuration.
       stop: ends the rollout after the current step once it is set.
     """
-    episodes, meter = Episodes(args.episode_timeout), Meter()
+    episodes = Episodes(args.episode_timeout)
     should_log = LocalClock(args.log_every)
 
     def log() -> None:
@@ -287,6 +287,8 @@ def rollout(
 
     replay: Any = _NoReplay()
     with Collector(agent, make_env, replay, logger, episodes, args) as collector:
+        # From here on: starting environments takes a while.
+        meter = Meter()
         limit = Limit(lambda: collector.steps, args.steps, args.duration, stop)
         while not limit.reached():
             meter.count("env", collector.collect())

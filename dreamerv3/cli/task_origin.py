@@ -27,6 +27,14 @@ def names_code(task: str) -> bool:
     return ":" in task
 
 
+def suite_of(task: str) -> str:
+    """Returns the suite whose block of `env` a task has.
+
+    Tasks that name code have that of Gymnasium, whatever their module is called.
+    """
+    return "gym" if names_code(task) else task.partition("_")[0]
+
+
 def sign_task(logdir: pathlib.Path, task: str) -> None:
     """Writes a proof into a logdir that this user has chosen its task.
 

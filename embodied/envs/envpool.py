@@ -9,7 +9,7 @@ from typing import Any
 
 from embodied.base import Env
 from embodied.envs.gym_vector import SingleEnv, VectorGym
-from embodied.envs.registry import UnknownTask
+from embodied.envs.registry import UnknownTask, is_envpool_atari
 
 
 def make_pool(
@@ -41,8 +41,6 @@ def make_pool(
 
     if task not in envpool.list_all_envs():
         raise UnknownTask.named("task of EnvPool", task, envpool.list_all_envs())
-    with _without_warnings():
-        spec = envpool.make_spec(task)
     atari: Mapping[str, Any] = {
         "img_height": int(size[0]),
         "img_width": int(size[1]),
@@ -54,8 +52,6 @@ def make_pool(
         "noop_max": noops,
         "use_fire_reset": False,
     }
-    known = spec.config._fields if hasattr(spec.config, "_fields") else ()
-    options = {key: value for key, value in atari.items() if key in known}
     with _without_warnings():
         pool = envpool.make(
             task,
@@ -63,7 +59,7 @@ def make_pool(
             num_envs=len(seeds),
             seed=seeds[0] // 2,  # EnvPool counts up from it, within 31 bits.
             num_threads=threads,
-            **options,
+            **(atari if is_envpool_atari(task) else {}),
         )
         return VectorGym(pool)
 

@@ -38,6 +38,12 @@ WITHOUT_LABMAZE = {
     "memory_maze": _NO_LABMAZE,
 }
 
+# Tasks of EnvPool whose ids end like those of its Atari games.
+_ENVPOOL_MUJOCO = (
+    *("Ant", "HalfCheetah", "Hopper", "Humanoid", "HumanoidStandup", "Pusher"),
+    *("InvertedDoublePendulum", "InvertedPendulum", "Reacher", "Swimmer", "Walker2d"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
@@ -314,6 +320,12 @@ def own_factory(task: str) -> Callable[..., Any] | None:
     if own is None or _is_dm_task(own[1]):
         return None
     return find_factory(task, own[1], own[2])
+
+
+def is_envpool_atari(task: str) -> bool:
+    """Returns whether an id of EnvPool is that of an Atari game; needs no EnvPool."""
+    name, _, version = task.rpartition("-")
+    return version == "v5" and name not in _ENVPOOL_MUJOCO
 
 
 def env_seed(seed: int, index: int) -> int:

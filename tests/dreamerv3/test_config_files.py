@@ -1,9 +1,12 @@
 """Configuration files of users among the blocks, and placeholders in logdirs."""
 
+import numpy as np
 import pytest
 
-from dreamerv3.cli.config import ConfigError, load_config
+from dreamerv3.cli.config import ConfigError, action_repeat, load_config
+from dreamerv3.cli.factories import image_size
 from dreamerv3.cli.logdir import prepare_logdir
+from embodied import Space
 
 MINE = r"""
 # Like a block of configs.yaml.
@@ -129,3 +132,13 @@ class TestLogdirs:
         assert config.logdir == str(logdir)
         source = ["--script", "eval_only", "--run.from_checkpoint", str(logdir)]
         assert load_config([*source, "--logdir", "new"], {}).batch_size == 3
+
+
+def test_own_environments_have_no_settings_of_suites():
+    config = load_config(["--task", "atari_tools:Pictures"])
+    assert action_repeat(config.flat) == 1
+    spaces = {"image": Space(np.uint8, (84, 84, 3))}
+    assert image_size(config, spaces) == (64, 64)
+    config = load_config(["--task", "atari_pong"])
+    assert action_repeat(config.flat) == 4
+    assert image_size(config, spaces) is None

@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 import embodied.wrappers
 from dreamerv3.cli import scripts
-from dreamerv3.cli.config import load_config, read_config
+from dreamerv3.cli.config import load_config, make_args, read_config
 from dreamerv3.main import main, make_agent, make_env, make_logger
 from embodied.random_agent import RandomAgent
 
@@ -269,6 +270,20 @@ class TestRollout:
         assert metrics["fps/env"] > 0
         assert metrics["parallel/ep_ends"] == 4
         assert metrics["step"] == 406
+
+    def test_its_rate_is_that_of_steps_not_of_starting_environments(self, tmp_path):
+        config = load_config([*ROLLOUT, "--logdir", str(tmp_path), "--run.steps", "99"])
+
+        def slow(index):
+            time.sleep(1.0)
+            return make_env(config, index)
+
+        agent, stop = make_agent(config), threading.Event()
+        args = make_args(config.update({"run.debug": True}))
+        with make_logger(config) as logger:
+            result = scripts.rollout(agent, slow, logger, args, stop)
+        metrics = read_lines(tmp_path / "metrics.jsonl")[-1]
+        assert metrics["fps/env"] > 0.5 * result.steps / result.seconds
 
     def test_same_command_again_adds_to_the_same_files(self, tmp_path):
         argv = [*ROLLOUT, "--logdir", str(tmp_path), "--run.steps", "202"]

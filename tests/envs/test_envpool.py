@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dreamerv3.cli.config import load_config
+from dreamerv3.cli.config import action_repeat, load_config
 from dreamerv3.cli.factories import EnvFactory, make_spaces
 from embodied.envs import UnknownTask, make
+from embodied.envs.registry import is_envpool_atari
 
-pytest.importorskip("envpool", reason="the extra envpool is not installed")
+envpool = pytest.importorskip("envpool", reason="the extra is not installed")
 
 
 def test_a_pool_of_atari_steps_in_one_call():
@@ -49,3 +50,29 @@ def test_episodes_end_and_begin():
 def test_names_are_known():
     with pytest.raises(UnknownTask, match="Pong-v5"):
         make("envpool_Ponk-v5")
+
+
+@pytest.mark.parametrize(
+    ("task", "repeats"),
+    [("Pong-v5", True), ("HalfCheetah-v4", False), ("Ant-v5", False)],
+)
+def test_only_actions_of_games_are_repeated_as_configured(task, repeats, monkeypatch):
+    make, given = envpool.make, {}
+
+    def record(*args, **options):
+        given.update(options)
+        return make(*args, **options)
+
+    monkeypatch.setattr(envpool, "make", record)
+    flags = ["--task", f"envpool_{task}", "--env.envpool.repeat", "2"]
+    config = load_config(flags, {})
+    EnvFactory(config).make_batch([0]).close()
+    assert given.get("frame_skip") == (2 if repeats else None)
+    assert action_repeat(config.flat) == (2 if repeats else 1)
+
+
+def test_atari_games_are_known_by_their_ids():
+    for task in envpool.list_all_envs():
+        if task.endswith("-v5"):
+            fields = envpool.make_spec(task).config._fields
+            assert is_envpool_atari(task) == ("full_action_space" in fields), task

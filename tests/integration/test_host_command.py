@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from parallel_testing import Program, import_path, metrics, small
 
-from dreamerv3.cli.config import load_config, to_arguments
+from dreamerv3.cli.config import load_config, read_blocks, to_arguments
 from dreamerv3.cli.factories import image_size
 from dreamerv3.cli.host_command import first_free, host_settings
 from embodied import rpc
@@ -52,6 +52,19 @@ def test_a_host_resizes_images_as_the_run_does():
     spaces = {"image": Space(np.uint8, (40, 40, 3))}
     assert image_size(host, spaces) == image_size(run, spaces)
     assert image_size(load_config([]), spaces) != image_size(run, spaces)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(["--configs", name] for name in read_blocks() if name != "defaults"),
+        ["--random_agent", "True", "--env.crafter.size", "40", "40"],
+    ],
+    ids=lambda flags: flags[1],
+)
+def test_a_host_accepts_the_settings_of_every_run(flags):
+    run = load_config([*flags, "--run.envs", "8", "--run.actor_batch", "4"])
+    load_config(to_arguments(host_settings(run)))
 
 
 @pytest.mark.slow
