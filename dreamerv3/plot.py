@@ -18,7 +18,7 @@ import io
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +96,11 @@ def render(
         raise PlotError("expected runs with at least one episode, found none.")
     end = math.inf if until is None else until
     runs = [curves.read_run(folder, metric).until(end) for folder in folders]
-    tasks: dict[tuple[str, str], dict[str, list[Curve]]] = {}
-    for run, label in zip(runs, labels or [run.size for run in runs]):
-        # A task is another one with other observations, if it is published with both.
-        published = find_published(run.config, run.task)
-        key = (run.task, published.suite if published else "")
-        tasks.setdefault(key, {}).setdefault(label, []).append(run)
-    names = list(dict.fromkeys(label for groups in tasks.values() for label in groups))
+    tasks = _group(runs, labels or [run.size for run in runs])
+    names = list(dict.fromkeys(label for groups in tasks for label in groups))
     colors = {label: COLORS[index % len(COLORS)] for index, label in enumerate(names)}
     figure, grid = _new_figure(len(tasks))
-    for axes, groups in zip(grid, tasks.values()):
+    for axes, groups in zip(grid, tasks):
         members = [run for runs in groups.values() for run in runs]
         _style_axes(axes, members, metric, 7 if len(tasks) > 1 else 9)
         published = _read_reference(members[0], metric, reference)
@@ -123,6 +118,21 @@ def render(
         figure.set_figheight(figure.get_figheight() + lines / DPI)
     _write_figure(figure, out)
     return out
+
+
+def _group(
+    runs: Iterable[Curve], labels: Iterable[str]
+) -> list[dict[str, list[Curve]]]:
+    """Returns the runs of each task by label.
+
+    A task is another one with other observations if it is published with both.
+    """
+    tasks: dict[tuple[str, str], dict[str, list[Curve]]] = {}
+    for run, label in zip(runs, labels):
+        published = find_published(run.config, run.task)
+        key = (run.task, published.suite if published else "")
+        tasks.setdefault(key, {}).setdefault(label, []).append(run)
+    return list(tasks.values())
 
 
 def find_runs(given: str | Path) -> list[Path]:

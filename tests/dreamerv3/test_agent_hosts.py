@@ -8,9 +8,9 @@ from program_testing import run_programs
 from embodied.rpc import free_port
 
 ROWS, ROUNDS, HOSTS = 4, 3, 2
-# Makes updates far larger than differences by rounding. That includes those of the policy:
-# rewards and values that are predicted as zero, as at the start of a run, would leave it
-# gradients of rounding errors alone, which the optimiser scales up.
+# Makes updates far larger than differences by rounding, those of the policy included:
+# if rewards and values were predicted as zero, as at the start of a run, its gradients
+# would be rounding errors, which the optimiser scales up.
 FLAGS = (
     *("--agent.opt.lr", "1e-3", "--agent.opt.warmup", "1"),
     *("--agent.slowvalue.rate", "0.5"),
