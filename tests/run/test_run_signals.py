@@ -90,8 +90,8 @@ def test_two_interrupts_count_even_if_python_could_handle_neither():
 
 
 def test_a_signal_that_is_sent_twice_at_once_counts_once():
-    # `timeout` sends it to the process, and to the group of the process. Here, both come
-    # within one call, so that Python can handle neither before the other.
+    # `timeout` sends it to the process, and to the group of the process. Here, both
+    # come within one call, so that Python can handle neither before the other.
     code = (
         "import ctypes, os\n"
         "from embodied.run.console import stop_on_signals\n"
