@@ -141,9 +141,12 @@ def compile_update(size: str) -> Any:
     from dreamerv3.cli.config import load_config
     from dreamerv3.training import train_step
 
-    target = topologies.get_topology_desc(
-        "H200:1x1x1", platform="cuda", target_config=H200, topology="1x1x1"
-    )
+    try:
+        target = topologies.get_topology_desc(
+            "H200:1x1x1", platform="cuda", target_config=H200, topology="1x1x1"
+        )
+    except NotImplementedError as error:
+        sys.exit(f"JAX has no compiler for CUDA ({error}): pip install 'jax[cuda13]'.")
     sharding = SingleDeviceSharding(target.devices[0])
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(["--configs", size, "--logdir", folder])
@@ -171,12 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     os.environ["XLA_FLAGS"] = f"{FLAGS} {options.flags}"
     os.environ["JAX_PLATFORMS"] = "cpu"  # The described device is not a platform.
-    try:
-        compiled = compile_update(options.size)
-    except Exception as error:
-        if "cuda" not in str(error).lower():
-            raise
-        sys.exit(f"JAX has no compiler for CUDA ({error}): pip install 'jax[cuda13]'.")
+    compiled = compile_update(options.size)
     text = compiled.as_text()
     if options.out:
         pathlib.Path(options.out).write_text(text)
