@@ -205,10 +205,11 @@ def run(
             before = len(read_metrics(logdir))
             time.sleep(seconds)
             cpu = usage.percent()
+            # Not the last metrics of the run, which are about a time without updates.
+            lines = read_metrics(logdir)[before + WARMUP_LINES :]
         finally:
             process.terminate()
             process.wait(120)
-        lines = read_metrics(logdir)[before + WARMUP_LINES :]
         bottlenecks = BOTTLENECK.findall(told.read_text())
     return {
         "env_steps": mean(lines, "fps/env"),
