@@ -182,6 +182,7 @@ def _options(
         policy_devices=tuple(given["policy_devices"]),
         policy_mesh=given["policy_mesh"],
         enable_policy=given["enable_policy"],
+        policy_beside=given["policy_beside"],
         deterministic=given["deterministic"],
         actor_batch=batch if batch > 0 else max(1, run["envs"] // 2),
         max_nonfinite=run["max_nonfinite"],

@@ -428,6 +428,11 @@ def _devices(flat: Flat) -> Iterator[str]:
             f"got True with jax.train_devices {list(flat['jax.train_devices'])} and "
             f"replicas {flat['replicas']}."
         )
+    if flat["jax.policy_beside"] and len(flat["jax.policy_devices"]) > 1:
+        yield (
+            f"jax.policy_beside: expected False with several policy devices, got True "
+            f"with jax.policy_devices {list(flat['jax.policy_devices'])}."
+        )
     for role in ("train", "policy"):
         devices = flat[f"jax.{role}_devices"]
         for name, count in (("mock", mock), ("expect", expect)):

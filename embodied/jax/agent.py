@@ -24,6 +24,7 @@ from embodied.jax.device_stream import Placer, open_stream
 from embodied.jax.devices import Layout
 from embodied.jax.param_names import OPT, choose_arrays, name_matches
 from embodied.jax.policy_runner import Parameters, PolicyRunner
+from embodied.jax.second_client import second_client
 from embodied.jax.train_runner import NonfiniteWatch, TrainRunner
 
 STREAM_SEED = 0
@@ -40,6 +41,8 @@ class AgentOptions:
       policy_devices: indices of this host's devices that run the policy.
       policy_mesh: how they are arranged.
       enable_policy: whether there is a policy; a host that only trains needs none.
+      policy_beside: run the policy beside updates on the same device, instead of
+        between them.
       deterministic: act with the newest parameters, even if that means waiting.
       actor_batch: how many environments usually step together.
       max_nonfinite: non-finite updates in a row at which to end; 0 for never.
@@ -53,6 +56,7 @@ class AgentOptions:
     policy_devices: Sequence[int] = (0,)
     policy_mesh: str = "-1,1,1"
     enable_policy: bool = True
+    policy_beside: bool = False
     deterministic: bool = False
     actor_batch: int = 0
     max_nonfinite: int = 0
@@ -98,8 +102,12 @@ class JaxAgent(Agent):
         same = acting is not None and acting.mesh == train.mesh
         parameters = None
         if acting is not None:
+            target, other = None if same else acting, None
+            if options.policy_beside:
+                other = second_client(_only_device(acting))
+                acting = devices.single_layout(other)
             wait = options.deterministic or _overlap(train, acting)
-            parameters = Parameters(None if same else acting, wait)
+            parameters = Parameters(target, wait, other)
         self._trainer = TrainRunner(
             algorithm,
             train,
@@ -270,6 +278,14 @@ def split_parts(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     opt = {k.removeprefix(OPT): v for k, v in arrays.items() if k.startswith(OPT)}
     params = {k: v for k, v in arrays.items() if not k.startswith(OPT)}
     return {"params": params, "opt": opt}
+
+
+def _only_device(acting: Layout) -> jax.Device:
+    if acting.mesh.size > 1:
+        raise ValueError(
+            f"jax.policy_beside: expected one policy device, got {acting.mesh.size}."
+        )
+    return acting.mesh.devices.flat[0]
 
 
 def _overlap(one: Layout, other: Layout) -> bool:

@@ -157,6 +157,11 @@ def policy_layout(indices: Sequence[int], shape: str) -> Layout:
     return Layout(make_mesh(found, shape, "policy"))
 
 
+def single_layout(device: jax.Device) -> Layout:
+    """Layout of one device."""
+    return Layout(make_mesh([device], "1,1,1"))
+
+
 def make_mesh(devices: Sequence[Any], shape: str, role: str = "train") -> Mesh:
     """Arranges devices in a mesh.
 

@@ -24,6 +24,7 @@ from embodied.jax.compiling import compile_ahead
 from embodied.jax.device_stream import seed_words
 from embodied.jax.devices import Layout, Rows
 from embodied.jax.nets import Tree
+from embodied.jax.second_client import share
 from embodied.space import Space
 
 logger = logging.getLogger(__name__)
@@ -44,12 +45,18 @@ class Parameters:
       wait: whether to take the newest parameters even if the update that computes them
         has not ended. A policy on its own devices would have to wait for training. A
         policy that shares them waits anyway, and becomes deterministic.
+      other: the second client that the policy runs on, if it does.
     """
 
-    def __init__(self, layout: Layout | None, wait: bool):
+    def __init__(
+        self, layout: Layout | None, wait: bool, other: jax.Device | None = None
+    ):
         self._layout = layout
         self._shardings: list[Any] | None = None  # From the first parameters on.
         self._wait = wait
+        self._other = other
+        # Parameters, and the same as arrays of the second client.
+        self._shared: tuple[list[Array], list[Array]] | None = None
         self._lock = threading.Lock()
         self._versions: collections.deque[list[Array]] = collections.deque()
 
@@ -63,10 +70,15 @@ class Parameters:
             self._drop_older()
 
     def newest(self) -> list[Array]:
-        """Returns the parameters to act with."""
+        """Returns the parameters to act with; keep them until that step has ended."""
         with self._lock:
             self._drop_older()
-            return self._versions[0]
+            newest = self._versions[0]
+            if self._other is None:
+                return newest
+            if self._shared is None or self._shared[0] is not newest:
+                self._shared = newest, [share(leaf, self._other) for leaf in newest]
+            return self._shared[1]
 
     def _drop_older(self) -> None:
         """Drops versions before the newest one that can be used."""
@@ -137,7 +149,8 @@ class PolicyRunner:
         sharding = self._layout.batch(rows)
         arguments = (carry, self._place(inputs, sharding), self._next_seed())
         step = self._step("policy", self._policy, rows, mode, arguments)
-        carry, actions, outputs = step(self._parameters.newest(), *arguments)
+        leaves = self._parameters.newest()
+        carry, actions, outputs = step(leaves, *arguments)
         devices.start_fetch((actions, outputs))
         return carry, devices.fetch(actions), devices.fetch(outputs)
 
@@ -189,7 +202,8 @@ class PolicyRunner:
             fresh = _padded(self._needs_reset[chosen], size, True)
             arguments = self._table_arguments(inputs, where, fresh, self._next_seed())
             step = self._step("policy_table", self._table_policy, size, mode, arguments)
-            self._table, results = step(self._parameters.newest(), *arguments)
+            leaves = self._parameters.newest()
+            self._table, results = step(leaves, *arguments)
             self._needs_reset[chosen] = False
         devices.start_fetch(results)
         actions, outputs = devices.fetch(results).split()

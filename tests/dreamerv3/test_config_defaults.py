@@ -133,6 +133,7 @@ CONTRACT = {
         "coordinator_address": "",
         "train_mesh": "-1,1,1",
         "policy_mesh": "-1,1,1",
+        "policy_beside": False,
         "deterministic": False,
         "concurrent": False,
     },

@@ -163,6 +163,11 @@ USAGE_ERRORS = {
         "jax.concurrent: expected False with several devices",
         "[0, 1]",
     ),
+    "several devices beside updates": (
+        "--jax.policy_beside True --jax.policy_devices 0 1",
+        "jax.policy_beside: expected False with several policy devices",
+        "[0, 1]",
+    ),
     "mock devices": ("--jax.mock_devices 2 --jax.platform cuda", "mock", "cuda"),
     "few mock devices": (
         "--jax.mock_devices 2 --jax.train_devices 2",

@@ -55,7 +55,8 @@ def find_bottleneck(values: Mapping[str, float], threads: int = 1) -> str:
         return _line("replay", f"it stores steps {value(STORING):.0%} of the time")
     policy = value(POLICY) / max(1, threads)
     if policy >= 0.5:
-        helps = "a larger run.actor_batch, or another device in jax.policy_devices"
+        helps = "a larger run.actor_batch, jax.policy_beside True, or another device"
+        helps += " in jax.policy_devices"
         if value(ON_CPU):
             helps = "a smaller model, or a lower run.train_ratio, since it is a CPU"
         return _line("actor", f"the policy runs {policy:.0%} of the time; try {helps}")

@@ -1,0 +1,86 @@
+"""The policy beside updates: a second client of the same device."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+from toy_testing import kernel, make_agent, make_batch, make_obs, train
+
+from embodied.jax.second_client import SecondClientError, second_client, share
+
+
+def test_it_chooses_the_same_actions_as_between_updates():
+    chosen = []
+    for beside in (False, True):
+        agent = make_agent(seed=3, policy_beside=beside, deterministic=True)
+        agent.init_table(4)
+        for index in range(3):
+            train(agent, make_batch(index))
+            actions, outputs = agent.policy_table([2, 0], make_obs(2, index))
+            chosen.append(actions["action"])
+            assert (outputs["age"] == index + 1).all()
+    for between, beside in zip(chosen[:3], chosen[3:]):
+        np.testing.assert_array_equal(between, beside)
+
+
+def test_carries_of_the_caller_and_parameters_that_are_loaded():
+    agent, other = (make_agent(seed=seed, policy_beside=True) for seed in (1, 2))
+    train(other, make_batch(0))
+    agent.load(other.save())
+    _, actions, _ = agent.policy(agent.init_policy(2), make_obs(2, first=True), "eval")
+    expected = make_obs(2, first=True)["vector"] @ kernel(other)
+    np.testing.assert_allclose(actions["action"], expected, rtol=1e-4)
+
+
+def test_parameters_are_never_half_updated_and_never_older():
+    agent = make_agent(policy_beside=True)
+    agent.init_table(4)
+    stop, errors, ages = threading.Event(), [], []
+
+    def act():
+        try:
+            while not stop.is_set():
+                _, outputs = agent.policy_table([2, 0], make_obs(2))
+                assert len(np.unique(outputs["age"])) == 1
+                ages.append(outputs["age"][0, 0])
+        except BaseException as error:
+            errors.append(error)
+
+    actor = threading.Thread(target=act)
+    actor.start()
+    train(agent, *[make_batch(index) for index in range(200)])
+    stop.set()
+    actor.join(60)
+    assert not errors
+    assert ages == sorted(ages)
+    agent.flush()
+    _, outputs = agent.policy_table([2, 0], make_obs(2))
+    assert (outputs["age"] == 200).all()
+
+
+def test_the_policy_runs_on_the_second_client():
+    agent = make_agent(policy_beside=True)
+    carry = agent.init_policy(2)
+    (device,) = jax.tree.leaves(carry)[0].devices()
+    assert device is second_client(jax.devices()[0])
+    assert device.client is not jax.devices()[0].client
+
+
+def test_arrays_are_shared_and_not_copied():
+    array = jax.device_put(np.arange(64.0, dtype=np.float32))
+    other = second_client(jax.devices()[0])
+    shared = share(array, other)
+    assert shared.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
+    assert shared.devices() == {other}
+    del array  # The other client keeps its memory.
+    np.testing.assert_array_equal(shared, np.arange(64))
+
+
+class StrangeDevice:
+    device_kind, platform = "Abacus", "tpu"
+
+
+def test_a_device_without_second_client_is_named():
+    with pytest.raises(SecondClientError, match=r"NVIDIA GPU .* got Abacus and JAX"):
+        second_client(StrangeDevice())
