@@ -28,6 +28,9 @@ from embodied.jax.second_client import second_client
 from embodied.jax.train_runner import NonfiniteWatch, TrainRunner
 
 STREAM_SEED = 0
+# Updates that wait for the devices. A policy between updates waits for all of them; one
+# beside them does not, and takes time from the thread that starts updates.
+AHEAD, AHEAD_BESIDE = 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +119,7 @@ class JaxAgent(Agent):
             NonfiniteWatch(options.max_nonfinite, options.folder),
             parameters.publish if parameters else None,
             same,
+            AHEAD_BESIDE if options.policy_beside else AHEAD,
             options.compiler,
         )
         self._policy_runner: PolicyRunner | None = None
@@ -187,15 +191,19 @@ class JaxAgent(Agent):
     ) -> tuple[Tree, dict[str, Any], dict[str, Array]]:
         """Starts an update from a batch [B, T, ...].
 
-        Outputs and metrics are those of the previous call, so that the caller does not
-        wait for the devices; those of the first call are empty. The given carry cannot
-        be used again.
+        Outputs and metrics are those of the previous call, or of the one before with
+        `policy_beside`, so that the caller does not wait for the devices; those of the
+        first calls are empty. The given carry cannot be used again.
         """
         carry, outputs, metrics = self._trainer.train(carry, batch)
         return carry, outputs, {**metrics, **self._counts()}
 
     def flush(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Waits for the last update, and returns its outputs and metrics."""
+        """Waits for an update, and returns its outputs and metrics.
+
+        It is the oldest one that `train` has not returned the results of. Without such
+        an update, both are empty.
+        """
         return self._trainer.flush()
 
     def report(

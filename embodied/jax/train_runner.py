@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import pathlib
@@ -55,6 +56,7 @@ class TrainRunner:
       publish: gets the leaves of the policy's parameters after each update.
       publish_split: whether large ones of these parameters are split over devices, as
         the state is; otherwise they are whole on every device.
+      ahead: updates that wait for the devices beside the one that they work on.
       options: options of the compiler.
     """
 
@@ -67,6 +69,7 @@ class TrainRunner:
         watch: Callable[[int, Mapping[str, Array]], None],
         publish: Callable[[list[Array]], None] | None = None,
         publish_split: bool = False,
+        ahead: int = 1,
         options: Mapping[str, Any] | None = None,
     ):
         self.updates = 0
@@ -78,7 +81,8 @@ class TrainRunner:
         self._watch = watch
         self._options = options
         self._lock = threading.Lock()
-        self._pending: Update | None = None
+        self._ahead = ahead
+        self._pending: collections.deque[Update] = collections.deque()
         self._steps: dict[tuple[str, tuple], Callable[..., Any]] = {}
         self._carries: dict[int, Callable[[], Tree]] = {}  # By rows.
         key = jax.random.key(seed)
@@ -124,10 +128,10 @@ class TrainRunner:
     def train(
         self, carry: Tree, batch: Mapping[str, Array]
     ) -> tuple[Tree, dict[str, Any], dict[str, np.ndarray]]:
-        """Starts an update and returns the results of the previous one.
+        """Starts an update and returns the results of an earlier one.
 
         So the devices have the next update to work on before the last one ends. The
-        first call returns no results; `flush` returns those of the last update.
+        first calls return no results; `flush` returns those of the last updates.
 
         Args:
           carry: from `init_carry` or the last call; it cannot be used again.
@@ -143,16 +147,21 @@ class TrainRunner:
             self._leaves, carry, outputs, metrics, params = results
             self.updates += 1
             devices.start_fetch((outputs, metrics))
-            before, self._pending = self._pending, (batch, outputs, metrics)
+            self._pending.append((batch, outputs, metrics))
+            late = len(self._pending) > self._ahead
+            before = self._pending.popleft() if late else None
             if self._publish is not None:
                 self._publish(params)
         return carry, *self._finish(before)
 
     def flush(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Waits for the last update, and returns its outputs and metrics."""
+        """Waits for the oldest update whose results are not returned, and does so.
+
+        Without such an update the results are empty.
+        """
         with self._lock:
-            last, self._pending = self._pending, None
-        return self._finish(last)
+            oldest = self._pending.popleft() if self._pending else None
+        return self._finish(oldest)
 
     def report(
         self, carry: Tree, batch: Mapping[str, Array]
@@ -197,7 +206,7 @@ class TrainRunner:
                     old = self._leaves[index]
                     value = np.asarray(arrays[name]).astype(old.dtype)
                     self._leaves[index] = devices.put(value, self._shardings[index])
-            self._pending = None
+            self._pending.clear()
         self.publish()
 
     def _init(self, key: Array) -> list[Array]:

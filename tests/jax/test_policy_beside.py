@@ -54,9 +54,21 @@ def test_parameters_are_never_half_updated_and_never_older():
     actor.join(60)
     assert not errors
     assert ages == sorted(ages)
-    agent.flush()
+    while agent.flush()[1]:
+        pass
     _, outputs = agent.policy_table([2, 0], make_obs(2))
     assert (outputs["age"] == 200).all()
+
+
+def test_two_updates_are_queued():
+    agent = make_agent(policy_beside=True)
+    carry = agent.init_train(8)
+    returned = []
+    for index in range(3):
+        carry, _, metrics = agent.train(carry, make_batch(index))
+        returned.append(metrics.get("opt/updates"))
+    returned += [agent.flush()[1].get("opt/updates") for _ in range(3)]
+    assert returned == [None, None, 1, 2, 3, None]
 
 
 def test_the_policy_runs_on_the_second_client():

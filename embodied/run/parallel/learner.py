@@ -85,9 +85,11 @@ class Learner:
         self._means.add(metrics)
 
     def flush(self) -> None:
-        """Waits for the last update, if the agent makes updates in the background."""
-        if hasattr(self._agent, "flush"):
+        """Waits for all updates, if the agent makes them in the background."""
+        while hasattr(self._agent, "flush"):
             outputs, metrics = self._agent.flush()
+            if not metrics:
+                return
             self._give_back(outputs)
             self._means.add(metrics)
 

@@ -51,14 +51,16 @@ class TestStep:
         assert learner.updates == 2
 
     def test_what_the_agent_still_works_on_is_waited_for(self):
+        late = [({"replay": {"stepid": id}}, {"loss": 100.0}) for id in (8, 9)]
+
         class Late(CountingAgent):
             def flush(self):
-                return {"replay": {"stepid": 9}}, {"loss": 100.0}
+                return late.pop(0) if late else ({}, {})
 
         learner, _, replay, logger = make_learner(agent=Late())
         learner.flush()
         learner.log()
-        assert replay.sent("update") == [({"stepid": 9},)]
+        assert replay.sent("update") == [({"stepid": 8},), ({"stepid": 9},)]
         assert logger.sent("add")[0][0]["train/loss"] == 100.0
 
 
