@@ -422,18 +422,7 @@ def _devices(flat: Flat) -> Iterator[str]:
             f"jax.mock_devices: expected 0 with jax.platform {platform}, got {mock}. "
             f"Only the cpu can be made into several devices."
         )
-    if flat["jax.concurrent"] and len(flat["jax.train_devices"]) * flat["replicas"] > 1:
-        yield (
-            f"jax.concurrent: expected False with several devices that train together, "
-            f"got True with jax.train_devices {list(flat['jax.train_devices'])} and "
-            f"replicas {flat['replicas']}."
-        )
-    if flat["jax.policy_beside"] and len(flat["jax.policy_devices"]) > 1:
-        yield (
-            f"jax.policy_beside: expected False with several policy devices, got True "
-            f"with jax.policy_devices {list(flat['jax.policy_devices'])}."
-        )
-    for role in ("train", "policy"):
+    for role, single in (("train", "concurrent"), ("policy", "policy_beside")):
         devices = flat[f"jax.{role}_devices"]
         for name, count in (("mock", mock), ("expect", expect)):
             if count and max(devices) >= count:
@@ -442,6 +431,11 @@ def _devices(flat: Flat) -> Iterator[str]:
                     f"jax.{name}_devices ({count}), got {list(devices)}."
                 )
         total = len(devices) * (flat["replicas"] if role == "train" else 1)
+        if flat[f"jax.{single}"] and total > 1:
+            yield (
+                f"jax.{single}: expected False with several devices, got True with "
+                f"jax.{role}_devices {list(devices)} and replicas {flat['replicas']}."
+            )
         mesh = flat[f"jax.{role}_mesh"]
         sizes = [int(size) for size in mesh.split(",")]
         product = math.prod(size for size in sizes if size != -1)

@@ -165,7 +165,7 @@ USAGE_ERRORS = {
     ),
     "several devices beside updates": (
         "--jax.policy_beside True --jax.policy_devices 0 1",
-        "jax.policy_beside: expected False with several policy devices",
+        "jax.policy_beside: expected False with several devices",
         "[0, 1]",
     ),
     "mock devices": ("--jax.mock_devices 2 --jax.platform cuda", "mock", "cuda"),
