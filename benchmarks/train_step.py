@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_step --size size12m [--batch 16] [--length 64]
         [--platform cuda] [--dtype bfloat16] [--flags "--jax.concurrent True"]
-        [--cold] [--count-only]
+        [--cold] [--count-only] [--turn FILE]
 
 Images of 64x64x3 and 17 discrete actions. Updates are calls of `agent.train` on one
 batch that stays on the device; a policy step is a call of `agent.policy_table`, from
@@ -19,12 +19,14 @@ observations to actions and latents, all in host memory. The last line is JSON:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,9 +80,12 @@ def measure(options: argparse.Namespace, logdir: str) -> dict[str, Any]:
     print(f"{device.device_kind}, jax {jax.__version__}, {options.size}", flush=True)
     batch = make_batch(options, config.agent.dyn.rssm)
     flops = count_update(state, batch)
-    seconds, result["compile_seconds"] = update_seconds(agent, batch, options)
-    result["ms_per_update"] = round(1e3 * seconds, 3)
-    result["ms_per_policy"] = round(1e3 * policy_seconds(agent, options.envs), 3)
+    update, result["compile_seconds"] = compile_update(agent, batch, options)
+    agent.init_table(options.envs)
+    with turn(options.turn):
+        seconds = update_seconds(agent, update, options)
+        result["ms_per_update"] = round(1e3 * seconds, 3)
+        result["ms_per_policy"] = round(1e3 * policy_seconds(agent, options.envs), 3)
     result["model_tflop"] = round(flops / 1e12, 4)
     peak = PEAK_FLOPS.get(device.device_kind)
     result["utilisation"] = round(flops / seconds / peak, 4) if peak else None
@@ -89,24 +94,47 @@ def measure(options: argparse.Namespace, logdir: str) -> dict[str, Any]:
     return result
 
 
-def update_seconds(
+def compile_update(
     agent: Any, batch: dict[str, np.ndarray], options: argparse.Namespace
-) -> tuple[float, float]:
-    """Returns the seconds of an update, and those until the first one was queued."""
+) -> tuple[Callable[[], None], float]:
+    """Returns a function that queues an update, and the seconds until the first."""
     placed = next(iter(agent.stream([batch])))
     carry = agent.init_train(options.batch)
+
+    def update() -> None:
+        nonlocal carry
+        carry, _, _ = agent.train(carry, placed)
+
     started = time.perf_counter()
-    carry, _, _ = agent.train(carry, placed)
-    compiling = round(time.perf_counter() - started, 1)
+    update()
+    return update, round(time.perf_counter() - started, 1)
+
+
+def update_seconds(
+    agent: Any, update: Callable[[], None], options: argparse.Namespace
+) -> float:
+    """Returns the seconds of an update, in the best round."""
     times = []
     for _ in range(options.repeats + 1):
         agent.flush()
         started = time.perf_counter()
         for _ in range(options.updates):
-            carry, _, _ = agent.train(carry, placed)
-        agent.flush()
+            update()
+        while agent.flush()[1]:
+            pass
         times.append((time.perf_counter() - started) / options.updates)
-    return min(times[1:]), compiling
+    return min(times[1:])
+
+
+@contextlib.contextmanager
+def turn(path: str) -> Iterator[None]:
+    """Waits until no other process with the same file measures; '' waits for none."""
+    if not path:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # Until it is closed.
+        yield
 
 
 def policy_seconds(agent: Any, envs: int) -> float:
@@ -116,7 +144,6 @@ def policy_seconds(agent: Any, envs: int) -> float:
         "image": rng.integers(0, 255, (envs, *IMAGE), np.uint8),
         "is_first": np.zeros(envs, bool),
     }
-    agent.init_table(envs)
     times = []
     for _ in range(POLICY_STEPS):
         started = time.perf_counter()
@@ -205,6 +232,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--updates", type=int, default=20, help="of a round")
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
+    parser.add_argument(
+        "--turn", default="", help="a file; processes that name it measure in turns"
+    )
     parser.add_argument("--cold", action="store_true", help="compile without the cache")
     parser.add_argument(
         "--count-only", action="store_true", help="count parameters, and no more"

@@ -3,8 +3,12 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
+
+from benchmarks import train_step
 
 FIGURES = {
     *("ms_per_update", "ms_per_policy", "model_tflop", "utilisation", "peak_bytes"),
@@ -21,8 +25,9 @@ def figures(*flags):
 
 @pytest.mark.timeout(250)
 @pytest.mark.slow
-def test_the_last_line_has_all_figures():
+def test_the_last_line_has_all_figures(tmp_path):
     flags = ["--batch", "2", "--length", "4", "--updates", "2", "--envs", "3"]
+    flags += ["--turn", str(tmp_path / "turn")]
     found = figures("--size", "debug", *flags, "--platform", "cpu", "--repeats", "1")
     assert set(found) == FIGURES
     for name in ("ms_per_update", "ms_per_policy", "compile_seconds", "model_tflop"):
@@ -34,3 +39,20 @@ def test_parameters_are_counted_without_making_them():
     found = figures("--size", "size12m", "--count-only")
     assert found["parameters"] == 10_498_259
     assert set(found) == {"size", "dtype", "parameters"}
+
+
+def test_processes_measure_in_turns(tmp_path):
+    path, inside = str(tmp_path / "turn"), []
+
+    def measure(name):
+        with train_step.turn(path):
+            inside.append(name)
+            time.sleep(0.05)
+            inside.append(name)
+
+    threads = [threading.Thread(target=measure, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert inside[::2] == inside[1::2] and len(inside) == 8
