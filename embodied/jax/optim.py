@@ -14,6 +14,9 @@ from embodied.jax.nets import Array, Tree
 from embodied.jax.param_names import flat_name
 
 SMALLEST_NORM = 1e-3  # Least norm of weights in clipping, since they may start at zero.
+LARGE_TENSOR = (
+    2**20
+)  # Elements; such tensors take longer to read than kernels to start.
 SMALL_TENSOR = 2**12  # Elements; tensors with more may be spread over devices.
 ROWS_PER_STACK = (
     32  # Rows of a matrix; compilers fuse operations of about 90 arrays at most.
@@ -31,7 +34,8 @@ class Optimizer:
 
     An update is skipped if its gradients, the loss or the resulting step are not
     finite: it is zero, and the state is unchanged except for the count of skipped
-    updates in a row.
+    updates in a row. If only the step is not finite, which takes a state that is not,
+    large tensors are still changed where it is.
 
     Attributes:
       lr: learning rate.
@@ -95,14 +99,26 @@ class Optimizer:
         updates, square, momentum = self._direction(grads, state, params)
         # The step is checked, too: parameters that are not finite once remain so.
         step_norm = optax.tree.norm(tensor_norms(updates))
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(step_norm) & jnp.isfinite(loss)
-        rate = jnp.where(finite, -self.rate(step), 0)
-        updates = jax.tree.map(lambda x: jnp.where(finite, rate * x, 0), updates)
+        known = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+        finite = known & jnp.isfinite(step_norm)
+
+        def is_applied(x: Array) -> Array:
+            # Large tensors would be read once more after the norm is known.
+            return finite if x.size < LARGE_TENSOR else known & jnp.isfinite(x)
+
+        applied = jax.tree.map(is_applied, updates)
+        rate = -self.rate(step)
+        updates = jax.tree.map(
+            lambda ok, x: jnp.where(ok, rate * x, 0), applied, updates
+        )
+        square = jax.tree.map(jnp.where, applied, square, state["square"])
+        if self.momentum:
+            momentum = jax.tree.map(jnp.where, applied, momentum, state["momentum"])
         new = {
             "step": {"value": step + finite.astype(step.dtype)},
             "nonfinite": {"value": jnp.where(finite, 0, skipped + 1)},
-            "square": select_tree(finite, square, state["square"]),
-            "momentum": select_tree(finite, momentum, state["momentum"]),
+            "square": square,
+            "momentum": momentum,
         }
         count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
         size = math.sqrt(max(count, 1))

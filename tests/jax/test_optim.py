@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from embodied.jax.optim import SMALL_TENSOR, Optimizer, clip_adaptively, tensor_norms
+from embodied.jax import optim
+from embodied.jax.optim import (
+    LARGE_TENSOR,
+    SMALL_TENSOR,
+    Optimizer,
+    clip_adaptively,
+    tensor_norms,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +73,9 @@ def random_trees(steps):
     return trees[0], trees[1:]
 
 
-def test_updates_equal_a_loop():
+@pytest.mark.parametrize("large", [2, LARGE_TENSOR], ids=["large", "small"])
+def test_updates_equal_a_loop(large, monkeypatch):
+    monkeypatch.setattr(optim, "LARGE_TENSOR", large)
     optimizer = Optimizer(lr=0.01, wd=0.1, warmup=3)
     params, gradients = random_trees(6)
     expected = slow_updates(optimizer, params, gradients)
@@ -139,8 +148,10 @@ def test_without_momentum_the_first_direction_is_the_sign():
         np.testing.assert_allclose(updates[key], -0.5 * np.sign(grads[key]), rtol=1e-5)
 
 
+@pytest.mark.parametrize("large", [2, LARGE_TENSOR], ids=["large", "small"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_updates_that_are_not_finite_are_skipped_and_counted(bad):
+def test_updates_that_are_not_finite_are_skipped_and_counted(bad, large, monkeypatch):
+    monkeypatch.setattr(optim, "LARGE_TENSOR", large)
     params, gradients = random_trees(3)
     optimizer = Optimizer(warmup=0)
     state = optimizer.init(params)
@@ -162,7 +173,11 @@ def test_updates_that_are_not_finite_are_skipped_and_counted(bad):
     assert metrics["updates"] == 2
 
 
-def test_a_step_that_is_not_finite_is_skipped_although_its_gradients_are():
+@pytest.mark.parametrize("large", [2, LARGE_TENSOR], ids=["large", "small"])
+def test_a_step_that_is_not_finite_is_skipped_although_its_gradients_are(
+    large, monkeypatch
+):
+    monkeypatch.setattr(optim, "LARGE_TENSOR", large)
     params, gradients = random_trees(2)
     optimizer = Optimizer(warmup=0)
     _, state, _ = optimizer.update(gradients[0], optimizer.init(params), params)
@@ -171,8 +186,13 @@ def test_a_step_that_is_not_finite_is_skipped_although_its_gradients_are():
     state = {**state, "momentum": momentum}
     updates, skipped, metrics = optimizer.update(gradients[1], state, params)
     assert np.isfinite(metrics["grad_norm"]) and metrics["nonfinite"] == 1
-    assert not any(map(np.any, updates.values())) and metrics["update_rms"] == 0
-    jax.tree.map(np.testing.assert_array_equal, skipped["square"], state["square"])
+    assert metrics["updates"] == 1 and metrics["update_rms"] == 0
+    assert updates["x/bias"][0] == 0
+    assert all(np.isfinite(update).all() for update in updates.values())
+    if large > 2:
+        assert not any(map(np.any, updates.values()))
+        jax.tree.map(np.testing.assert_array_equal, skipped["square"], state["square"])
+    assert np.isfinite(skipped["square"]["x/bias"]).all()
 
 
 def test_metrics_describe_all_parameters():
