@@ -25,7 +25,7 @@ from embodied.jax.nets import (
     symexp,
     symlog,
 )
-from embodied.jax.resampling import doubled_conv
+from embodied.jax.resampling import doubled_conv, to_squares
 
 
 class Decoder(eqx.Module):
@@ -114,13 +114,12 @@ class Decoder(eqx.Module):
         x = self._activate("sp1", parts["sp1"](stoch))
         x = parts["sp2"](x).reshape(spread.shape)
         x = self._activate("sp", f32(spread) + f32(x))
-        for index in reversed(range(len(settings.mults) - 1)):
-            conv = parts[f"conv{index}"]
-            x = conv(x) if settings.strided else self._double(conv, x)
-            x = self._activate(f"conv{index}", x)
-        conv = parts["imgout"]
-        plain = settings.strided or settings.outer
-        x = conv(x) if plain else self._double(conv, x)
+        stages = [f"conv{index}" for index in reversed(range(len(settings.mults) - 1))]
+        squares = False  # Whether each 2x2 square of pixels lies together.
+        for name, following in zip(stages, [*stages[1:], "imgout"]):
+            x, squares = self._convolve(name, x, squares, following)
+            x = self._activate(name, x)
+        x, _ = self._convolve("imgout", x, squares)
         x = jax.nn.sigmoid(f32(x))
         outputs, start = {}, 0
         for key, space in self.images:
@@ -128,9 +127,31 @@ class Decoder(eqx.Module):
             start += space.shape[-1]
         return outputs
 
-    def _double(self, conv: Conv, x: Array) -> Array:
-        few = conv.bias.size <= self.halved_channels
-        return doubled_conv(conv, x, few and not (x.shape[-2] % 2 or x.shape[-3] % 2))
+    def _convolve(
+        self, name: str, x: Array, squares: bool, following: str = ""
+    ) -> tuple[Array, bool]:
+        """Applies a convolution; returns maps as squares if the next one wants them."""
+        conv: Conv = self.parts[name]
+        if not self._doubles(name):
+            return conv(x), False
+        even = not (x.shape[-2] % 2 or x.shape[-3] % 2)
+        if not squares and even and self._on_squares(name):
+            x, squares = to_squares(x), True
+        leave = self._on_squares(following)
+        return doubled_conv(conv, x, squares, leave), leave
+
+    def _doubles(self, name: str) -> bool:
+        """Whether maps are doubled before a convolution, instead of by its strides."""
+        return not self.settings.strided and not (
+            self.settings.outer and name == "imgout"
+        )
+
+    def _on_squares(self, name: str) -> bool:
+        return (
+            name in self.parts
+            and self._doubles(name)
+            and self.parts[name].bias.size <= self.halved_channels
+        )
 
     def _activate(self, name: str, x: Array) -> Array:
         return activate(self.parts[f"{name}norm"], x, self.settings.act, self.dtype)

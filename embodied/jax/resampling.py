@@ -92,17 +92,23 @@ def _largest_backward(
 largest.defvjp(_largest, _largest_backward)
 
 
-def doubled_conv(conv: Conv, x: Array, halve: bool = False) -> Array:
+def doubled_conv(
+    conv: Conv, x: Array, halve: bool = False, squares: bool = False
+) -> Array:
     """Repeats the pixels of maps [..., H, W, C] to 2H and 2W, and convolves.
 
     Args:
       conv: the convolution.
-      x: the maps; with `halve`, H and W must be even.
+      x: the maps; with `halve`, as `to_squares` returns them.
       halve: whether to compute on maps of half the size, with four times as many
         channels. This is more arithmetic, but accelerators are faster at it if there
         are few channels.
+      squares: whether to return maps as `to_squares` does.
     """
     *lead, height, width, channels = x.shape
+    if halve:
+        *lead, height, width, _, _ = x.shape
+        channels *= 4
     x = x.reshape((-1, height, width, channels))
     pick, padding = _pick_pixels(conv.kernel.shape[0])
     pick = pick.sum(1)  # Both input pixels of a pair are repeats of the same one.
@@ -111,15 +117,26 @@ def doubled_conv(conv: Conv, x: Array, halve: bool = False) -> Array:
     )
     kernel = kernel.reshape((*kernel.shape[:3], -1))
     if halve:
-        x = _to_blocks(x)
         kernel, padding = _block_kernel(kernel)
     x = _convolve(x, kernel, padding, conv.dtype)
     # Added here, where the bias is one number for each channel of the convolution.
     x = add_bias(x, jnp.tile(conv.bias, x.shape[-1] // conv.bias.size))
     if halve:
         x = _from_blocks(x)
+    if squares:
+        return x.reshape((*lead, *x.shape[1:3], 4, -1))
     x = _from_blocks(x)
-    return x.reshape((*lead, 2 * height, 2 * width, -1))
+    return x.reshape((*lead, *x.shape[1:]))
+
+
+def to_squares(x: Array) -> Array:
+    """Puts the pixels of each 2x2 square together.
+
+    [..., 2H, 2W, C] becomes [..., H, W, 4, C].
+    """
+    *lead, height, width, channels = x.shape
+    x = _to_blocks(x.reshape((-1, height, width, channels)))
+    return x.reshape((*lead, height // 2, width // 2, 4, channels))
 
 
 def _to_blocks(x: Array) -> Array:

@@ -11,7 +11,13 @@ import pytest
 from toy_testing import compute
 
 from embodied.jax.nets import Conv, Linear
-from embodied.jax.resampling import doubled_conv, largest, max_pool, pooled_conv
+from embodied.jax.resampling import (
+    doubled_conv,
+    largest,
+    max_pool,
+    pooled_conv,
+    to_squares,
+)
 
 
 def make_conv(size, inputs, outputs, seed=0):
@@ -37,7 +43,19 @@ def ordinary_pooled(conv, x):
 
 
 def halved_conv(conv, x):
-    return doubled_conv(conv, x, halve=True)
+    return doubled_conv(conv, to_squares(x), halve=True)
+
+
+def squares_out(conv, x):
+    return doubled_conv(conv, x, squares=True)
+
+
+def squares_in_and_out(conv, x):
+    return doubled_conv(conv, to_squares(x), halve=True, squares=True)
+
+
+def plain_squares(conv, x):
+    return to_squares(plain_doubled(conv, x))
 
 
 CASES = [
@@ -45,6 +63,8 @@ CASES = [
     (ordinary_pooled, plain_pooled),
     (doubled_conv, plain_doubled),
     (halved_conv, plain_doubled),
+    (squares_out, plain_squares),
+    (squares_in_and_out, plain_squares),
 ]
 
 
@@ -74,6 +94,15 @@ def test_gradients_equal_the_plain_way(ours, plain):
     result, expected = map(jax.tree.leaves, compute(gradients, conv, x))
     for one, other in zip(result, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_squares_have_neighbouring_pixels_together():
+    x = jnp.arange(2 * 4 * 6 * 3).reshape((2, 4, 6, 3))
+    squares = to_squares(x)
+    for row, column in np.ndindex(2, 3):
+        square = x[:, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
+        expected = square.reshape((2, 4, 3))
+        np.testing.assert_array_equal(squares[:, row, column], expected)
 
 
 @pytest.mark.parametrize("ours", [pooled_conv, doubled_conv])
