@@ -171,6 +171,15 @@ class Future:
             f"No answer to '{self.method}' from {self._addr} within {timeout} s."
         )
 
+    def abandon(self, error: BaseException) -> None:
+        """Completes it with an error while the server may still write to its blocks.
+
+        They are not used again. They are closed at once: an error that was raised is in
+        a cycle with the frames that it passed, and this future may be in one of them.
+        """
+        self.request = self.reply = None
+        self.set_error(error)
+
     def release(self) -> None:
         """Gives its blocks back. The server must be done with them."""
         if self.request is not None:

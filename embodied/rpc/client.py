@@ -240,8 +240,7 @@ class Caller(Connection):
             self._calls.clear()
             self._changed.notify_all()
         for call in calls:
-            # Its memory is not reused: the server may still write there.
-            call.set_error(error)
+            call.abandon(error)
         self._turn.interrupt()
 
     def _send_open_calls(self, restarted: bool) -> list[Future]:

@@ -263,7 +263,7 @@ class Connection:
             failed = self._send_open_calls(restarted)
             self._changed.notify_all()
         for call in failed:
-            call.set_error(
+            call.abandon(
                 Disconnected(
                     f"{self.name}: the server at {self.addr} was restarted. Whether "
                     "the call was applied before is not known."
