@@ -207,10 +207,10 @@ def run(
             cpu = usage.percent()
             # Not the last metrics of the run, which are about a time without updates.
             lines = read_metrics(logdir)[before + WARMUP_LINES :]
+            bottlenecks = BOTTLENECK.findall(told.read_text())
         finally:
             process.terminate()
             process.wait(120)
-        bottlenecks = BOTTLENECK.findall(told.read_text())
     return {
         "env_steps": mean(lines, "fps/env"),
         "updates": mean(lines, "parallel/updates_per_second"),

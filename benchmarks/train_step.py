@@ -11,7 +11,7 @@ observations to actions and latents, all in host memory. The last line is JSON:
 - ms_per_update, ms_per_policy: the best round of updates; the median policy step.
 - model_tflop: operations of the matrix products and convolutions of an update.
 - utilisation: their share of what the device can do in that time; null if unknown.
-- peak_bytes: most memory in use on the device.
+- peak_bytes: most memory in use on the device, by the client that trains.
 - compile_seconds: of the update; short if it is in the persistent cache.
 - parameters: of all networks that are trained.
 """
@@ -233,7 +233,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=20, help="of a round")
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
     parser.add_argument(
-        "--turn", default="", help="a file; processes that name it measure in turns"
+        "--turn",
+        default="",
+        help="a file; processes that name it measure in turns, while others compile",
     )
     parser.add_argument("--cold", action="store_true", help="compile without the cache")
     parser.add_argument(

@@ -433,8 +433,8 @@ def _devices(flat: Flat) -> Iterator[str]:
         total = len(devices) * (flat["replicas"] if role == "train" else 1)
         if flat[f"jax.{single}"] and total > 1:
             yield (
-                f"jax.{single}: expected False with several devices, got True with "
-                f"jax.{role}_devices {list(devices)} and replicas {flat['replicas']}."
+                f"jax.{single}: expected False with several {role} devices, got True "
+                f"with {total} (jax.{role}_devices {list(devices)})."
             )
         mesh = flat[f"jax.{role}_mesh"]
         sizes = [int(size) for size in mesh.split(",")]

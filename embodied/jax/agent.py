@@ -19,7 +19,7 @@ import numpy as np
 from embodied.base import Agent, Array, Tree
 from embodied.jax import devices
 from embodied.jax.algorithm import Algorithm
-from embodied.jax.compiling import is_compiling
+from embodied.jax.compiling import compiles, is_compiling
 from embodied.jax.device_stream import Placer, open_stream
 from embodied.jax.devices import Layout
 from embodied.jax.param_names import OPT, choose_arrays, name_matches
@@ -28,8 +28,9 @@ from embodied.jax.second_client import second_client
 from embodied.jax.train_runner import NonfiniteWatch, TrainRunner
 
 STREAM_SEED = 0
-# Updates that wait for the devices. A policy between updates waits for all of them; one
-# beside them does not, and takes time from the thread that starts updates.
+# Updates that wait for the devices. A policy between updates waits for all of them, and
+# so does one that must have the newest parameters. Others beside updates do not, and
+# take time from the thread that starts them.
 AHEAD, AHEAD_BESIDE = 1, 2
 
 
@@ -103,7 +104,7 @@ class JaxAgent(Agent):
         # Platform of the devices that act: cpu, gpu or tpu.
         self.platform = (acting or train).mesh.devices.flat[0].platform
         same = acting is not None and acting.mesh == train.mesh
-        parameters = None
+        parameters, ahead = None, AHEAD
         if acting is not None:
             target, other = None if same else acting, None
             if options.policy_beside:
@@ -111,6 +112,7 @@ class JaxAgent(Agent):
                 acting = devices.single_layout(other)
             wait = options.deterministic or _overlap(train, acting)
             parameters = Parameters(target, wait, other)
+            ahead = AHEAD if other is None or wait else AHEAD_BESIDE
         self._trainer = TrainRunner(
             algorithm,
             train,
@@ -119,7 +121,7 @@ class JaxAgent(Agent):
             NonfiniteWatch(options.max_nonfinite, options.folder),
             parameters.publish if parameters else None,
             same,
-            AHEAD_BESIDE if options.policy_beside else AHEAD,
+            ahead,
             options.compiler,
         )
         self._policy_runner: PolicyRunner | None = None
@@ -293,6 +295,8 @@ def _only_device(acting: Layout) -> jax.Device:
         raise ValueError(
             f"jax.policy_beside: expected one policy device, got {acting.mesh.size}."
         )
+    if not compiles():  # The end of one operation says nothing about the others.
+        raise ValueError("jax.policy_beside: expected False with jax.jit False.")
     return acting.mesh.devices.flat[0]
 
 

@@ -70,7 +70,11 @@ class Parameters:
             self._drop_older()
 
     def newest(self) -> list[Array]:
-        """Returns the parameters to act with; keep them until that step has ended."""
+        """Returns the parameters to act with.
+
+        The caller keeps a reference to them until it has results of that step: without
+        one, memory that a second client reads would be used for something else.
+        """
         with self._lock:
             self._drop_older()
             newest = self._versions[0]
@@ -95,7 +99,7 @@ class PolicyRunner:
     Methods may be called from several threads. `_count_lock` guards the count that
     seeds come from, `_compile_lock` the compiled functions, `_table_lock` the table
     and the order of the steps that change it. No thread waits for a device while it
-    holds a lock.
+    holds a lock, except for a CPU that computes parameters for a second client.
 
     Args:
       algorithm: the pure functions.
@@ -149,7 +153,7 @@ class PolicyRunner:
         sharding = self._layout.batch(rows)
         arguments = (carry, self._place(inputs, sharding), self._next_seed())
         step = self._step("policy", self._policy, rows, mode, arguments)
-        leaves = self._parameters.newest()
+        leaves = self._parameters.newest()  # A name, so that they live until the end.
         carry, actions, outputs = step(leaves, *arguments)
         devices.start_fetch((actions, outputs))
         return carry, devices.fetch(actions), devices.fetch(outputs)
@@ -202,7 +206,7 @@ class PolicyRunner:
             fresh = _padded(self._needs_reset[chosen], size, True)
             arguments = self._table_arguments(inputs, where, fresh, self._next_seed())
             step = self._step("policy_table", self._table_policy, size, mode, arguments)
-            leaves = self._parameters.newest()
+            leaves = self._parameters.newest()  # As in `policy`.
             self._table, results = step(leaves, *arguments)
             self._needs_reset[chosen] = False
         devices.start_fetch(results)

@@ -7,7 +7,7 @@ same memory:
     other = second_client(jax.devices()[0])    # The same device.
     shared = share(array, other)               # The same memory.
 
-Both need functions of JAX that are not public; no other module uses such.
+Both need functions of JAX that are not public, and are imported where they are used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import functools
 from typing import Any
 
 import jax
-from jaxlib import _jax, xla_client
+import jax.numpy as jnp
 
 # Of the device's memory, at most: for a policy step, its carries and images.
 MEMORY_FRACTION = 0.15
@@ -35,23 +35,28 @@ def second_client(device: jax.Device) -> jax.Device:
       SecondClientError: the device is not an NVIDIA GPU or a CPU, or JAX has changed.
     """
     try:
-        return _open(device).local_devices()[0]
-    except (AttributeError, RuntimeError, TypeError) as error:
+        other = _open(device).local_devices()[0]
+        share(jax.device_put(jnp.zeros(1), device), other)
+    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         raise SecondClientError(
-            f"Expected an NVIDIA GPU that programs can share, or a CPU, and a version "
-            f"of JAX like 0.10 or 0.11; got {device.device_kind} and JAX "
-            f"{jax.__version__} ({error})."
+            f"jax.policy_beside: expected an NVIDIA GPU that programs can share, or a "
+            f"CPU, and JAX 0.10.2 or a version that is not much later; got "
+            f"{device.device_kind} and JAX {jax.__version__} ({error})."
         ) from error
+    return other
 
 
 def share(array: jax.Array, other: jax.Device) -> jax.Array:
-    """Returns an array of the other client in the same memory, without waiting.
+    """Returns an array of the other client in the same memory.
 
-    The result must live until all programs that read it have ended: its memory is
-    given back to the first client, which does not wait for programs of the second.
+    On a CPU, this waits until the array is computed; on a GPU, only programs that read
+    the result do. It must live until all of them have ended: its memory is given back
+    to the first client, which does not wait for programs of the second.
     """
+    from jaxlib import _jax
+
     stream: Any = None
-    if other.platform == "gpu":  # Programs there wait until the array is computed.
+    if other.platform == "gpu":
         stream = other.get_stream_for_external_ready_events()
     give: Any = array.__dlpack__  # Type checkers do not know its arguments.
     capsule = give(stream=stream)
@@ -60,6 +65,8 @@ def share(array: jax.Array, other: jax.Device) -> jax.Array:
 
 
 def _open(device: jax.Device) -> Any:
+    from jaxlib import xla_client
+
     if device.platform == "cpu":
         return xla_client.make_cpu_client()
     if device.platform != "gpu":

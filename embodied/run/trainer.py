@@ -138,7 +138,7 @@ class Trainer:
         """Collects the last results, if the agent returns them some calls late."""
         while hasattr(self._agent, "flush"):
             outputs, metrics = self._agent.flush()
-            if not metrics:
+            if not outputs and not metrics:
                 return
             self._add(outputs, metrics)
 

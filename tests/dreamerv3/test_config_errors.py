@@ -160,12 +160,12 @@ USAGE_ERRORS = {
     ),
     "several devices at once": (
         "--jax.concurrent True --jax.train_devices 0 1",
-        "jax.concurrent: expected False with several devices",
+        "jax.concurrent: expected False with several train devices, got True with 2",
         "[0, 1]",
     ),
     "several devices beside updates": (
         "--jax.policy_beside True --jax.policy_devices 0 1",
-        "jax.policy_beside: expected False with several devices",
+        "jax.policy_beside: expected False with several policy devices",
         "[0, 1]",
     ),
     "mock devices": ("--jax.mock_devices 2 --jax.platform cuda", "mock", "cuda"),

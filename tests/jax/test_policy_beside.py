@@ -1,12 +1,14 @@
 """The policy beside updates: a second client of the same device."""
 
 import threading
+import weakref
 
 import jax
 import numpy as np
 import pytest
 from toy_testing import kernel, make_agent, make_batch, make_obs, train
 
+from embodied.jax import devices, policy_runner
 from embodied.jax.second_client import SecondClientError, second_client, share
 
 
@@ -69,6 +71,55 @@ def test_two_updates_are_queued():
         returned.append(metrics.get("opt/updates"))
     returned += [agent.flush()[1].get("opt/updates") for _ in range(3)]
     assert returned == [None, None, 1, 2, 3, None]
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"enable_policy": False}])
+def test_one_update_is_queued_where_nothing_is_gained_by_more(options):
+    agent = make_agent(policy_beside=True, **options)
+    carry, _, metrics = agent.train(agent.init_train(8), make_batch(0))
+    _, _, metrics = agent.train(carry, make_batch(1))
+    assert metrics["opt/updates"] == 1
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_parameters_live_until_the_step_that_reads_them_has_ended(table, monkeypatch):
+    agent = make_agent(policy_beside=True)
+    agent.init_table(4)
+    parameters = agent._policy_runner._parameters
+    used = [weakref.ref(leaf) for leaf in parameters.newest()]
+    alive = []
+
+    def fetch(tree):
+        if not alive:  # Newer parameters come while the step runs.
+            train(agent, make_batch(0))
+            while agent.flush()[1]:
+                pass
+            parameters.newest()
+            alive.extend(reference() is not None for reference in used)
+        return whole(tree)
+
+    # The learner fetches, too; only the policy's own name is replaced.
+    whole = devices.fetch
+    monkeypatch.setattr(policy_runner, "devices", Replaced(devices, fetch=fetch))
+    if table:
+        agent.policy_table([2, 0], make_obs(2))
+    else:
+        agent.policy(agent.init_policy(2), make_obs(2))
+    assert alive and all(alive)
+
+
+class Replaced:
+    def __init__(self, module, **names):
+        self._module = module
+        self.__dict__.update(names)
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+
+def test_without_compiling_there_is_no_policy_beside_updates():
+    with jax.disable_jit(), pytest.raises(ValueError, match=r"False with jax\.jit"):
+        make_agent(policy_beside=True)
 
 
 def test_the_policy_runs_on_the_second_client():

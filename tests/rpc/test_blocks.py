@@ -1,11 +1,12 @@
 """Blocks of shared memory are reused once their readers are done."""
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
 
-from embodied.rpc import buffers
+from embodied.rpc import Disconnected, buffers, calls
 
 pytestmark = pytest.mark.skipif(not buffers.AVAILABLE, reason="there is no memfd here")
 
@@ -23,6 +24,24 @@ def test_a_block_with_readers_outlives_the_garbage_collector():
     del array
     gc.collect()
     assert arena.allocate(8192).number == place
+
+
+def test_blocks_of_an_abandoned_call_are_closed_at_once():
+    gc.collect()
+    gc.disable()
+    try:
+        arena = buffers.Arena()
+        call = calls.Future("act", "here", None)
+        call.request, call.reply = arena.allocate(8192), arena.allocate(8192)
+        blocks = [weakref.ref(call.request), weakref.ref(call.reply)]
+        call.abandon(Disconnected("gone"))
+        with pytest.raises(Disconnected) as raised:
+            call.result()
+        # The error knows the frame of `result`, and that the call.
+        assert raised.value.__traceback__ is not None
+        assert [block() for block in blocks] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

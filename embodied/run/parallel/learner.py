@@ -88,7 +88,7 @@ class Learner:
         """Waits for all updates, if the agent makes them in the background."""
         while hasattr(self._agent, "flush"):
             outputs, metrics = self._agent.flush()
-            if not metrics:
+            if not outputs and not metrics:
                 return
             self._give_back(outputs)
             self._means.add(metrics)

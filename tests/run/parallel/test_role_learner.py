@@ -51,7 +51,10 @@ class TestStep:
         assert learner.updates == 2
 
     def test_what_the_agent_still_works_on_is_waited_for(self):
-        late = [({"replay": {"stepid": id}}, {"loss": 100.0}) for id in (8, 9)]
+        late = [
+            ({"replay": {"stepid": 8}}, {}),
+            ({"replay": {"stepid": 9}}, {"loss": 100.0}),
+        ]
 
         class Late(CountingAgent):
             def flush(self):
