@@ -53,7 +53,7 @@ def share(array: jax.Array, other: jax.Device) -> jax.Array:
     the result do. It must live until all of them have ended: its memory is given back
     to the first client, which does not wait for programs of the second.
     """
-    from jaxlib import _jax
+    from jax._src.lib import _jax
 
     stream: Any = None
     if other.platform == "gpu":
@@ -65,7 +65,7 @@ def share(array: jax.Array, other: jax.Device) -> jax.Array:
 
 
 def _open(device: jax.Device) -> Any:
-    from jaxlib import xla_client
+    from jax._src.lib import xla_client
 
     if device.platform == "cpu":
         return xla_client.make_cpu_client()
