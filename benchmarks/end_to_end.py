@@ -264,18 +264,13 @@ def bare_loop(options: argparse.Namespace) -> float:
     carry = agent.init_train(config.batch_size)
     for _ in range(5):
         carry, _, _ = agent.train(carry, batch)
-    _flush(agent)
+    agent.flush()
     begin, updates = time.monotonic(), 0
     while time.monotonic() < begin + BARE_SECONDS:
         carry, _, _ = agent.train(carry, batch)
         updates += 1
-    _flush(agent)
+    agent.flush()
     return updates / (time.monotonic() - begin)
-
-
-def _flush(agent: Any) -> None:
-    while agent.flush()[1]:
-        pass
 
 
 class _Usage:

@@ -86,10 +86,9 @@ class Agent:
         raise NotImplementedError(f"{type(self).__name__}.train")
 
     def flush(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Waits for a pending update; returns outputs and metrics still outstanding.
+        """Waits for pending updates; returns outputs and metrics still outstanding.
 
-        For agents whose `train` returns before the update is done. It is called until
-        both are empty.
+        For agents whose `train` returns before the update is done.
         """
         return {}, {}
 

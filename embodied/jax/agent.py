@@ -201,11 +201,7 @@ class JaxAgent(Agent):
         return carry, outputs, {**metrics, **self._counts()}
 
     def flush(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Waits for an update, and returns its outputs and metrics.
-
-        It is the oldest one that `train` has not returned the results of. Without such
-        an update, both are empty.
-        """
+        """Waits for all updates; returns outstanding outputs, and the last metrics."""
         return self._trainer.flush()
 
     def report(

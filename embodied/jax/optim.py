@@ -14,9 +14,7 @@ from embodied.jax.nets import Array, Tree
 from embodied.jax.param_names import flat_name
 
 SMALLEST_NORM = 1e-3  # Least norm of weights in clipping, since they may start at zero.
-LARGE_TENSOR = (
-    2**20
-)  # Elements; such tensors take longer to read than kernels to start.
+LARGE_TENSOR = 2**20  # Elements; reading more takes longer than starting a kernel.
 SMALL_TENSOR = 2**12  # Elements; tensors with more may be spread over devices.
 ROWS_PER_STACK = (
     32  # Rows of a matrix; compilers fuse operations of about 90 arrays at most.

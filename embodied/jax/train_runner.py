@@ -155,13 +155,19 @@ class TrainRunner:
         return carry, *self._finish(before)
 
     def flush(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Waits for the oldest update whose results are not returned, and does so.
+        """Waits for all updates; returns outstanding outputs, and the last metrics.
 
-        Without such an update the results are empty.
+        Outputs of several updates are joined along the rows. Without an update, both
+        are empty.
         """
         with self._lock:
-            oldest = self._pending.popleft() if self._pending else None
-        return self._finish(oldest)
+            pending, self._pending = self._pending, collections.deque()
+        results = [self._finish(update) for update in pending]
+        outputs = [outputs for outputs, _ in results if outputs]
+        joined: dict[str, Any] = {}
+        if outputs:
+            joined = jax.tree.map(lambda *rows: np.concatenate(rows), *outputs)
+        return joined, results[-1][1] if results else {}
 
     def report(
         self, carry: Tree, batch: Mapping[str, Array]

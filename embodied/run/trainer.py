@@ -135,12 +135,9 @@ class Trainer:
         return made
 
     def finish(self) -> None:
-        """Collects the last results, if the agent returns them some calls late."""
-        while hasattr(self._agent, "flush"):
-            outputs, metrics = self._agent.flush()
-            if not outputs and not metrics:
-                return
-            self._add(outputs, metrics)
+        """Collects the last update's results, if the agent returns them a call late."""
+        if hasattr(self._agent, "flush"):
+            self._add(*self._agent.flush())
 
     def result(self) -> dict[str, Any]:
         """Returns the metrics of training, averaged since the last call."""

@@ -45,8 +45,9 @@ def test_actions_are_the_same_with_the_same_seed():
     assert not np.array_equal(actions[1] - actions[0], actions[2] - actions[1])
 
 
-def test_parameters_are_never_half_updated_while_training_goes_on():
-    agent = make_agent()
+@pytest.mark.parametrize("beside", [False, True])
+def test_parameters_are_never_half_updated_while_training_goes_on(beside):
+    agent = make_agent(policy_beside=beside)
     agent.init_table(4)
     stop, errors, ages = threading.Event(), [], []
 

@@ -1,6 +1,5 @@
 """The policy beside updates: a second client of the same device."""
 
-import threading
 import weakref
 
 import jax
@@ -35,42 +34,28 @@ def test_carries_of_the_caller_and_parameters_that_are_loaded():
     np.testing.assert_allclose(actions["action"], expected, rtol=1e-4)
 
 
-def test_parameters_are_never_half_updated_and_never_older():
+def test_the_newest_parameters_are_used_once_they_are_there():
     agent = make_agent(policy_beside=True)
     agent.init_table(4)
-    stop, errors, ages = threading.Event(), [], []
-
-    def act():
-        try:
-            while not stop.is_set():
-                _, outputs = agent.policy_table([2, 0], make_obs(2))
-                assert len(np.unique(outputs["age"])) == 1
-                ages.append(outputs["age"][0, 0])
-        except BaseException as error:
-            errors.append(error)
-
-    actor = threading.Thread(target=act)
-    actor.start()
-    train(agent, *[make_batch(index) for index in range(200)])
-    stop.set()
-    actor.join(60)
-    assert not errors
-    assert ages == sorted(ages)
-    while agent.flush()[1]:
-        pass
+    train(agent, *[make_batch(index) for index in range(3)])
+    agent.flush()
     _, outputs = agent.policy_table([2, 0], make_obs(2))
-    assert (outputs["age"] == 200).all()
+    assert (outputs["age"] == 3).all()
 
 
-def test_two_updates_are_queued():
+def test_two_updates_are_queued_and_returned_together():
     agent = make_agent(policy_beside=True)
+    batches, returned = [make_batch(index) for index in range(3)], []
     carry = agent.init_train(8)
-    returned = []
-    for index in range(3):
-        carry, _, metrics = agent.train(carry, make_batch(index))
+    for batch in batches:
+        carry, _, metrics = agent.train(carry, batch)
         returned.append(metrics.get("opt/updates"))
-    returned += [agent.flush()[1].get("opt/updates") for _ in range(3)]
-    assert returned == [None, None, 1, 2, 3, None]
+    assert returned == [None, None, 1]
+    outputs, metrics = agent.flush()
+    assert metrics["opt/updates"] == 3
+    expected = np.concatenate([batch["stepid"] for batch in batches[1:]])
+    np.testing.assert_array_equal(outputs["replay"]["stepid"], expected)
+    assert agent.flush() == ({}, {})
 
 
 @pytest.mark.parametrize("options", [{"deterministic": True}, {"enable_policy": False}])
@@ -92,8 +77,7 @@ def test_parameters_live_until_the_step_that_reads_them_has_ended(table, monkeyp
     def fetch(tree):
         if not alive:  # Newer parameters come while the step runs.
             train(agent, make_batch(0))
-            while agent.flush()[1]:
-                pass
+            agent.flush()
             parameters.newest()
             alive.extend(reference() is not None for reference in used)
         return whole(tree)

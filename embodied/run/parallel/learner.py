@@ -86,10 +86,8 @@ class Learner:
 
     def flush(self) -> None:
         """Waits for all updates, if the agent makes them in the background."""
-        while hasattr(self._agent, "flush"):
+        if hasattr(self._agent, "flush"):
             outputs, metrics = self._agent.flush()
-            if not outputs and not metrics:
-                return
             self._give_back(outputs)
             self._means.add(metrics)
 
