@@ -157,10 +157,11 @@ def state_shapes(config: Any) -> Any:
 
     from dreamerv3 import model
 
-    def init(key: Any) -> model.State:
-        return model.init(key, *spaces(), config.agent)
+    def init() -> model.State:
+        # The key is made here, since a real one would initialise JAX before `setup`.
+        return model.init(jax.random.key(0), *spaces(), config.agent)
 
-    return jax.eval_shape(init, jax.random.key(0))
+    return jax.eval_shape(init)
 
 
 def count_update(state: Any, batch: dict[str, np.ndarray]) -> int:

@@ -27,6 +27,7 @@ from embodied.jax.nets import (
     block_matmul,
     f32,
     rms_factor,
+    whole_gradient,
     wide_matmul,
 )
 
@@ -51,15 +52,18 @@ def observe(
       States [B, T, ...] after each step, and their logits [B, T, S, C].
     """
     fused = FusedCell(dyn.cell)
+    hidden = dyn.parts["dynhid0"]
+    hidden = dataclasses.replace(hidden, kernel=whole_gradient(hidden.weight))
+    parts = {**dyn.parts, "dynhid0": hidden}
     keep = 1 - first.astype(dyn.cell.dtype)[..., None]
     action = squash_action(action * f32(keep))
     inputs = {
         "keep": keep,
-        "action": fused.action_term(fused.action_weights(dyn.parts), action),
-        "tokens": fused.token_term(dyn.parts, tokens),
+        "action": fused.action_term(fused.action_weights(parts), action),
+        "tokens": fused.token_term(parts, tokens),
     }
     inputs = {**jax.tree.map(time_first, inputs), "noise": noise}
-    weights = fused.observe_weights(dyn.parts)
+    weights = fused.observe_weights(parts)
     carry = fused.observe_carry(weights, latent["deter"], latent["stoch"])
     states, logits = scan_with_vjp(fused, dyn.scan_unroll, weights, carry, inputs)
     states = {"deter": states["deter"], "stoch": dyn.cell.grouped(states["stoch"])}

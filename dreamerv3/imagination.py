@@ -25,7 +25,7 @@ Actions = dict[str, Array]
 
 def imagine(
     dyn: RSSM, pol: PolicyHead, latent: Latent, length: int, key: Array, unroll: int = 1
-) -> tuple[Array, Actions]:
+) -> tuple[Array, Array, Actions]:
     """Follows the policy for some steps from each state.
 
     Args:
@@ -38,7 +38,8 @@ def imagine(
 
     Returns:
       Features [deter, flat stoch] of the first states and of those after each step,
-      [H + 1, N, F], and the actions [H, N, ...] between them. Both without gradient.
+      [H + 1, N, F]; the outputs [H, N, units] of the policy's first layer for all but
+      the last; and the actions [H, N, ...] that it chose. All without gradient.
     """
     cell, fused = dyn.cell, FusedCell(dyn.cell)
     # Everything that is the same in all steps is computed before the loop.
@@ -61,18 +62,23 @@ def imagine(
         feat = jax.lax.dynamic_update_index_in_dim(feat, row, index, 0)
         return feat, deter, by, flat(stoch) @ read_stoch
 
-    def step(carry: Tree, now: tuple[Array, Tree]) -> tuple[Tree, Actions]:
+    def step(carry: Tree, now: tuple[Array, Tree]) -> tuple[Tree, Any]:
         feat, deter, by_deter, by_stoch = carry
         index, noise = now
         dynin0, policy0, _ = jnp.split(by_deter, ends, -1)
         dynin1, policy1 = jnp.split(by_stoch, ends[:1], -1)
-        x = pol.mlp.after_first(policy0 + policy1 + first.offset)
+        hidden = policy0 + policy1 + first.offset
+        x = pol.mlp.after_first(hidden)
         actions = pol.sample(pol.outputs(x, head), noise["action"])
         deter = fused.core(core, deter, dynin0, dynin1, action_term(actions))
+        # Otherwise the compiler keeps the new deter in float32, too, for the next step.
+        deter = jax.lax.optimization_barrier(deter)
         by_deter = deter @ read_deter
         x = by_deter[:, ends[1] :] + parts["prior0"].offset
         stoch = cell.sample(dyn.prior_after_first(x), noise["stoch"])
-        return close(feat, index, deter, by_deter, stoch), actions
+        # And makes the one-hots of the sample in a kernel of their own.
+        stoch = jax.lax.optimization_barrier(stoch)
+        return close(feat, index, deter, by_deter, stoch), (hidden, actions)
 
     deter, stoch = latent["deter"], latent["stoch"]
     size = cell.deter + cell.stoch * cell.classes
@@ -85,8 +91,8 @@ def imagine(
         "action": pol.noise(action_key, lead),
     }
     steps = (jnp.arange(1, length + 1), noise)
-    (feat, *_), actions = scan_blocks(step, carry, steps, unroll)
-    return feat, actions
+    (feat, *_), (hidden, actions) = scan_blocks(step, carry, steps, unroll)
+    return feat, hidden, actions
 
 
 def _action_term(

@@ -10,9 +10,12 @@ large matrix products.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -94,8 +97,9 @@ def _backward(
         return steps.step_back(params, slopes, total, outputs), total
 
     none = jax.tree.map(jnp.zeros_like, carry)
-    carry_gradient, carries_gradient = jax.lax.scan(
-        body, none, (*gradients, slopes), reverse=True, unroll=unroll
+    # Not copied: most of its kernels can read the many slopes where they are.
+    carry_gradient, carries_gradient = scan_blocks(
+        body, none, (*gradients, slopes), unroll, reverse=True, copy=False
     )
 
     def all_steps(params: Tree, inputs: Tree) -> tuple[Tree, Tree]:
@@ -114,18 +118,22 @@ def scan_blocks(
     carry: Tree,
     inputs: Tree,
     unroll: int,
+    reverse: bool = False,
+    copy: bool = True,
 ) -> tuple[Tree, Tree]:
-    """Runs `jax.lax.scan` with several steps, and one copy of inputs, per iteration.
+    """Runs `jax.lax.scan` with several steps per iteration.
 
-    A kernel that normalises or samples cannot read its inputs at an offset that is only
-    known at run time, and is split into three or four kernels. It is not split if it
-    reads from a copy of the iteration's inputs.
+    All outputs of an iteration that have the same dtype are written at once.
 
     Args:
       body: a step from carry and inputs to carry and outputs.
       carry: carry before the first step.
       inputs: [T, ...].
       unroll: most steps per iteration; the largest divisor of T up to it is used.
+      reverse: whether to begin with the last inputs.
+      copy: whether to copy the inputs of an iteration, all of a dtype at once. A kernel
+        that normalises or samples cannot read at an offset that is only known at run
+        time, and is split into three or four kernels if its inputs are not copied.
 
     Returns:
       The last carry, and outputs [T, ...].
@@ -133,19 +141,65 @@ def scan_blocks(
     length = jax.tree.leaves(inputs)[0].shape[0]
     size = max(size for size in range(1, unroll + 1) if length % size == 0)
     if size == 1:
-        return jax.lax.scan(body, carry, inputs)
+        return jax.lax.scan(body, carry, inputs, reverse=reverse)
+    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
+    read, written = Joined.of(first), Joined.of(jax.eval_shape(body, carry, first)[1])
 
     def iterate(carry: Tree, block: Tree) -> tuple[Tree, Tree]:
-        block = jax.lax.optimization_barrier(block)  # The copy.
+        if copy:
+            block = read.split(jax.lax.optimization_barrier(block))
         outputs = []
-        for index in range(size):
+        for index in reversed(range(size)) if reverse else range(size):
             now = jax.tree.map(operator.itemgetter(index), block)
             carry, output = body(carry, now)
-            outputs.append(output)
+            outputs.append(written.join(output, 0))
+        outputs = outputs[::-1] if reverse else outputs
         return carry, jax.tree.map(lambda *steps: jnp.stack(steps), *outputs)
 
     def split(x: Array) -> Array:
         return x.reshape((length // size, size, *x.shape[1:]))
 
-    carry, outputs = jax.lax.scan(iterate, carry, jax.tree.map(split, inputs))
-    return carry, jax.tree.map(lambda x: x.reshape((length, *x.shape[2:])), outputs)
+    blocks = jax.tree.map(split, read.join(inputs, 1) if copy else inputs)
+    carry, outputs = jax.lax.scan(iterate, carry, blocks, reverse=reverse)
+    outputs = jax.tree.map(lambda x: x.reshape((length, *x.shape[2:])), outputs)
+    return carry, written.split(outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A tree of arrays [B, ...] as one array [B, units] for each dtype.
+
+    Attributes:
+      groups: indices of the leaves that are joined.
+      shapes: shapes of the leaves.
+      treedef: structure of the tree.
+    """
+
+    groups: list[list[int]]
+    shapes: list[tuple[int, ...]]
+    treedef: Any
+
+    @classmethod
+    def of(cls, tree: Tree) -> Joined:
+        """Chooses the groups for a tree of arrays, or of their shapes and dtypes."""
+        leaves, treedef = jax.tree.flatten(tree)
+        groups: dict[Any, list[int]] = {}
+        for index, leaf in enumerate(leaves):
+            groups.setdefault((leaf.dtype, leaf.shape[:1]), []).append(index)
+        return cls(list(groups.values()), [leaf.shape for leaf in leaves], treedef)
+
+    def join(self, tree: Tree, lead: int) -> list[Array]:
+        """Joins the arrays of a tree, which have `lead` more leading axes."""
+        rows = [x.reshape((*x.shape[: lead + 1], -1)) for x in jax.tree.leaves(tree)]
+        return [jnp.concatenate([rows[i] for i in group], -1) for group in self.groups]
+
+    def split(self, arrays: Sequence[Array]) -> Tree:
+        """Undoes `join`; the arrays have one more leading axis."""
+        leaves: dict[int, Array] = {}
+        for group, array in zip(self.groups, arrays):
+            shapes = [self.shapes[index] for index in group]
+            ends = itertools.accumulate(math.prod(shape[1:]) for shape in shapes)
+            parts = jnp.split(array, list(ends)[:-1], -1)
+            for index, shape, part in zip(group, shapes, parts):
+                leaves[index] = part.reshape((*array.shape[:1], *shape))
+        return jax.tree.unflatten(self.treedef, [leaves[i] for i in sorted(leaves)])

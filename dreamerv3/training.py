@@ -43,9 +43,11 @@ from dreamerv3.model import (
 )
 from dreamerv3.rssm import Latent, time_first
 from embodied.jax.algorithm import Gather
+from embodied.jax.distributions import TwoHot
 from embodied.jax.heads import TwoHotHead, action_event, action_vector
-from embodied.jax.nets import Array, sg
+from embodied.jax.nets import Array, known_linear, sg
 from embodied.jax.optim import select_tree
+from embodied.jax.param_names import apart
 
 Batch = Mapping[str, Array]
 Metrics = dict[str, Array]
@@ -273,7 +275,7 @@ def behavior_losses(
     states = jax.tree.map(lambda x: x[:, -last:], states)
     starts = jax.tree.map(lambda x: x.reshape((batch * last, *x.shape[2:])), states)
     # Time stays the first axis, as in the scan, until the outputs are small.
-    feat, actions = imagine(
+    feat, hidden, actions = imagine(
         params.dyn,
         params.pol,
         starts,
@@ -284,17 +286,19 @@ def behavior_losses(
     if settings.ac_grads:
         feat = jnp.concatenate([features(starts)[None], feat[1:]], 0)
     # As rows, so that compilers cannot choose another order of the axes for norms.
-    rows = feat.reshape((-1, feat.shape[-1]))
+    rows = flat_rows(feat)
+    # Replayed states have products of their own with these weights, and gradients.
+    rew, con, val = apart((params.rew, params.con, params.val), params.dyn.cell.dtype)
     outs = {
-        "rew": params.rew(sg(rows)).pred(),
-        "con": params.con(sg(rows)).prob(),
-        "value": params.val(rows),
+        "rew": rew(sg(rows)).pred(),
+        "con": con(sg(rows)).prob(),
+        "value": val(rows),
         "slow": slowval(sg(rows)),
-        "policy": params.pol(rows),
+        "policy": params.pol.after_first(
+            known_linear(params.pol.mlp.parts["linear0"], rows, flat_rows(hidden))
+        ),
     }
-    outs = jax.tree.map(lambda x: x.reshape((*feat.shape[:2], *x.shape[1:])), outs)
-    # Not before, because leaving out the last state of the features would be a copy.
-    outs["policy"] = jax.tree.map(lambda x: x[:-1], outs["policy"])
+    outs = jax.tree.map(lambda x: x.reshape((-1, len(feat[0]), *x.shape[1:])), outs)
     outs["actions"] = {
         key: action_event(space, actions[key]) for key, space in params.pol.spaces
     }
@@ -307,21 +311,30 @@ def behavior_losses(
         update=training,
     )
     if settings.repval_loss and last > 1:
-        boot = ret[:, 0].reshape((batch, last))
+        # The first imagined states are the replayed ones.
+        boot, slow = jax.tree.map(
+            lambda x: x.reshape((batch, last, *x.shape[1:])),
+            (ret[:, 0], jax.tree.map(lambda x: x[0], outs["slow"])),
+        )
         data = {key: value[:, -last:] for key, value in data.items()}
         losses["repval"], norms = _replay_value_loss(
-            params, slowval, norms, states, data, boot, training
+            params, norms, states, data, boot, slow, training
         )
     return losses, norms, metrics
 
 
+def flat_rows(x: Array) -> Array:
+    """Joins the leading axes: [..., units] to [rows, units]."""
+    return x.reshape((-1, x.shape[-1]))
+
+
 def _replay_value_loss(
     params: Model,
-    slowval: TwoHotHead,
     norms: NormState,
     states: Latent,
     data: Batch,
     boot: Array,
+    slow: TwoHot,
     training: bool,
 ) -> tuple[Array, NormState]:
     """Loss [B, T - 1] of the value on replayed states, and states of normalisers."""
@@ -333,7 +346,7 @@ def _replay_value_loss(
         rew=data["reward"],
         boot=boot,
         value=params.val(feat if settings.repval_grad else sg(feat)),
-        slow=slowval(sg(feat)),
+        slow=slow,
     )
     loss, _, norms = repl_loss(
         replayed,

@@ -57,6 +57,10 @@ class PolicyHead(eqx.Module):
         """Distributions of actions [...] by key."""
         return self.outputs(self.mlp(feat), self.output_weights())
 
+    def after_first(self, x: Array) -> dict[str, ActionDist]:
+        """Continues from the output of `linear0`, for callers that have it already."""
+        return self.outputs(self.mlp.after_first(x), self.output_weights())
+
     def output_weights(self) -> tuple[Array, Array]:
         """Kernel and bias of the outputs of all actions, in the compute dtype."""
         kernel = jnp.concatenate([layer.weight for layer in self._layers()], -1)

@@ -83,6 +83,21 @@ def _add_bias_backward(bias: Array, gradient: Array) -> tuple[Array, Array]:
 add_bias.defvjp(_add_bias, _add_bias_backward)
 
 
+@jax.custom_vjp
+def whole_gradient(x: Array) -> Array:
+    """Returns `x`, whose gradient is computed before anything reads it.
+
+    The gradient of an array of which slices are used is a sum. Compilers compute it
+    again in each kernel that reads it.
+    """
+    return x
+
+
+whole_gradient.defvjp(
+    lambda x: (x, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),)
+)
+
+
 class Linear(eqx.Module):
     """Dense layer: [..., in] to [..., out]."""
 
@@ -107,6 +122,41 @@ class Linear(eqx.Module):
     def cast(self) -> Self:
         """The layer with its weights in the compute dtype."""
         return type(self)(self.weight, self.offset, self.dtype)
+
+
+def known_linear(layer: Linear, x: Array, y: Array) -> Array:
+    """Returns y = layer(x[:len(y)]), which is known, with the gradient of the layer.
+
+    Args:
+      layer: dense layer.
+      x: [N + n, in].
+      y: [N, out].
+    """
+    return _known_linear(layer.weight, layer.bias, x, y)
+
+
+@jax.custom_vjp
+def _known_linear(kernel: Array, bias: Array, x: Array, y: Array) -> Array:
+    return y
+
+
+def _known_linear_forward(
+    kernel: Array, bias: Array, x: Array, y: Array
+) -> tuple[Array, Any]:
+    return y, (kernel, bias, x)
+
+
+def _known_linear_backward(
+    saved: Any, gradient: Array
+) -> tuple[Array, Array, Array, None]:
+    kernel, bias, x = saved
+    by_bias = f32(gradient).sum(0).astype(bias.dtype)
+    # With zeros for the rest of `x`, since a part of it would be a copy.
+    gradient = jnp.pad(gradient, ((0, len(x) - len(gradient)), (0, 0)))
+    return x.T @ gradient, by_bias, gradient @ kernel.T, None
+
+
+_known_linear.defvjp(_known_linear_forward, _known_linear_backward)
 
 
 class BlockLinear(Linear):
@@ -208,8 +258,12 @@ def wide_matmul(x: Array, kernel: Array) -> Array:
     """
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     if kernel.ndim == 2:
-        return jnp.matmul(x, kernel, preferred_element_type=wide)
-    return block_matmul(x, kernel, wide)
+        y = jnp.matmul(x, kernel, preferred_element_type=wide)
+    else:
+        y = block_matmul(x, kernel, wide)
+    # What is added to the result is not made a part of the product, which would need it
+    # in an array of its own.
+    return jax.lax.optimization_barrier(y)
 
 
 def _wide_matmul(x: Array, kernel: Array) -> tuple[Array, Any]:
@@ -275,7 +329,9 @@ rms_silu.defvjp(_rms_silu, _rms_silu_backward)
 
 def rms_factor(x: Array) -> Array:
     """Factor [..., 1] that scales [..., units] to a root mean square of one."""
-    return jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + NORM_EPSILON)
+    # Nothing follows the sum but the root, which is then a part of the sum's kernel.
+    squares = (jnp.square(x) + NORM_EPSILON) / x.shape[-1]
+    return jax.lax.rsqrt(squares.sum(-1, keepdims=True))
 
 
 @dataclasses.dataclass(frozen=True)

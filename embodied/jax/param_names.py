@@ -71,6 +71,20 @@ def cast_matrices(tree: Tree, dtype: str) -> Tree:
     return jax.tree_util.tree_map_with_path(cast, tree)
 
 
+def apart(tree: Tree, dtype: str) -> Tree:
+    """Casts kernels, and hides from compilers that they are used elsewhere, too.
+
+    Compilers join products with the same kernel, for which they copy the inputs of both
+    into one array.
+    """
+
+    def hide(path: tuple[Any, ...], leaf: Array) -> Array:
+        kernel = flat_name(path).endswith("/kernel")
+        return jax.lax.optimization_barrier(leaf.astype(dtype)) if kernel else leaf
+
+    return jax.tree_util.tree_map_with_path(hide, tree)
+
+
 def flat_name(path: tuple[Any, ...]) -> str:
     """Turns the path of a leaf into its flat name."""
     parts = []

@@ -52,7 +52,7 @@ def test_the_scan_equals_policy_and_model_in_turn(action):
         stoch = dyn.cell.sample(dyn.prior(deter), noise["stoch"])
         return {"deter": deter, "stoch": stoch}, actions
 
-    imagined, actions = run(dyn, pol, latent)
+    imagined, hidden, actions = run(dyn, pol, latent)
     assert imagined.shape[:2] == (LENGTH + 1, COUNT)
     np.testing.assert_array_equal(imagined[0], features(latent))
 
@@ -65,6 +65,8 @@ def test_the_scan_equals_policy_and_model_in_turn(action):
 
     noise = compute(draw, KEY)
     for t in range(LENGTH):
+        known = pol.mlp.parts["linear0"](features(latent))
+        np.testing.assert_allclose(hidden[t], known, rtol=1e-4, atol=1e-5)
         latent, action = step(latent, jax.tree.map(lambda x, t=t: x[t], noise))
         expected = features(latent)
         np.testing.assert_allclose(imagined[t + 1], expected, rtol=1e-4, atol=1e-5)
@@ -77,8 +79,8 @@ def test_no_gradient_flows_through_imagined_steps():
     model = make_state().model
 
     def total(dyn, pol, latent):
-        imagined, actions = imagine(dyn, pol, latent, LENGTH, KEY)
-        return imagined.sum() + actions["force"].sum()
+        imagined, hidden, actions = imagine(dyn, pol, latent, LENGTH, KEY)
+        return imagined.sum() + hidden.sum() + actions["force"].sum()
 
     text = str(
         jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(
@@ -91,9 +93,9 @@ def test_no_gradient_flows_through_imagined_steps():
 def test_imagination_keeps_the_compute_dtype():
     model = make_state(compute_dtype="bfloat16").model
     latent = jax.tree.map(lambda x: x.astype(jnp.bfloat16), start(model.dyn))
-    imagined, actions = jax.eval_shape(
+    imagined, hidden, actions = jax.eval_shape(
         lambda: imagine(model.dyn, model.pol, latent, LENGTH, KEY)
     )
-    assert imagined.dtype == jnp.bfloat16
+    assert imagined.dtype == hidden.dtype == jnp.bfloat16
     assert actions["force"].dtype == jnp.float32
     assert actions["move"].dtype == jnp.int32
