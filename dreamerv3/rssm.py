@@ -21,6 +21,7 @@ from embodied.jax.nets import (
     Tree,
     activate,
     add_bias,
+    block_matmul,
     f32,
     sg,
 )
@@ -154,8 +155,13 @@ class RSSM(eqx.Module):
         shared = [cell.layer(parts, f"dynin{i}", x) for i, x in enumerate(inputs)]
         x = cell.per_block(deter, shared)
         for index in range(cell.dynlayers):
-            x = cell.layer(parts, f"dynhid{index}", x)
-        return cell.gates(parts["dyngru"](x), deter)
+            layer = parts[f"dynhid{index}"]
+            # Apart from its bias, which would have to be copied for every row.
+            x = jax.lax.optimization_barrier(block_matmul(x, layer.weight))
+            x = add_bias(x, layer.bias)
+            x = cell.activate(parts, f"dynhid{index}", x)
+        gru = parts["dyngru"]
+        return cell.gates(block_matmul(x, gru.weight), deter, gru.bias)
 
     def posterior(self, deter: Array, tokens: Array) -> Array:
         """Logits [..., S, C] given deter [..., D] and tokens [..., E]."""

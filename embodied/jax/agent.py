@@ -28,10 +28,6 @@ from embodied.jax.second_client import second_client
 from embodied.jax.train_runner import NonfiniteWatch, TrainRunner
 
 STREAM_SEED = 0
-# Updates that wait for the devices. A policy between updates waits for all of them, and
-# so does one that must have the newest parameters. Others beside updates do not, and
-# take time from the thread that starts them.
-AHEAD, AHEAD_BESIDE = 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +100,7 @@ class JaxAgent(Agent):
         # Platform of the devices that act: cpu, gpu or tpu.
         self.platform = (acting or train).mesh.devices.flat[0].platform
         same = acting is not None and acting.mesh == train.mesh
-        parameters, ahead = None, AHEAD
+        parameters = None
         if acting is not None:
             target, other = None if same else acting, None
             if options.policy_beside:
@@ -112,7 +108,6 @@ class JaxAgent(Agent):
                 acting = devices.single_layout(other)
             wait = options.deterministic or _overlap(train, acting)
             parameters = Parameters(target, wait, other)
-            ahead = AHEAD if other is None or wait else AHEAD_BESIDE
         self._trainer = TrainRunner(
             algorithm,
             train,
@@ -121,7 +116,6 @@ class JaxAgent(Agent):
             NonfiniteWatch(options.max_nonfinite, options.folder),
             parameters.publish if parameters else None,
             same,
-            ahead,
             options.compiler,
         )
         self._policy_runner: PolicyRunner | None = None
@@ -193,15 +187,15 @@ class JaxAgent(Agent):
     ) -> tuple[Tree, dict[str, Any], dict[str, Array]]:
         """Starts an update from a batch [B, T, ...].
 
-        Outputs and metrics are those of the previous call, or of the one before with
-        `policy_beside`, so that the caller does not wait for the devices; those of the
-        first calls are empty. The given carry cannot be used again.
+        Outputs and metrics are those of the previous call, so that the caller does not
+        wait for the devices; those of the first call are empty. The given carry cannot
+        be used again.
         """
         carry, outputs, metrics = self._trainer.train(carry, batch)
         return carry, outputs, {**metrics, **self._counts()}
 
     def flush(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Waits for all updates; returns outstanding outputs, and the last metrics."""
+        """Waits for the last update, and returns its outputs and metrics."""
         return self._trainer.flush()
 
     def report(

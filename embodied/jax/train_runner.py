@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 import os
 import pathlib
@@ -56,7 +55,6 @@ class TrainRunner:
       publish: gets the leaves of the policy's parameters after each update.
       publish_split: whether large ones of these parameters are split over devices, as
         the state is; otherwise they are whole on every device.
-      ahead: updates that wait for the devices beside the one that they work on.
       options: options of the compiler.
     """
 
@@ -69,7 +67,6 @@ class TrainRunner:
         watch: Callable[[int, Mapping[str, Array]], None],
         publish: Callable[[list[Array]], None] | None = None,
         publish_split: bool = False,
-        ahead: int = 1,
         options: Mapping[str, Any] | None = None,
     ):
         self.updates = 0
@@ -81,8 +78,7 @@ class TrainRunner:
         self._watch = watch
         self._options = options
         self._lock = threading.Lock()
-        self._ahead = ahead
-        self._pending: collections.deque[Update] = collections.deque()
+        self._pending: Update | None = None
         self._steps: dict[tuple[str, tuple], Callable[..., Any]] = {}
         self._carries: dict[int, Callable[[], Tree]] = {}  # By rows.
         key = jax.random.key(seed)
@@ -128,10 +124,10 @@ class TrainRunner:
     def train(
         self, carry: Tree, batch: Mapping[str, Array]
     ) -> tuple[Tree, dict[str, Any], dict[str, np.ndarray]]:
-        """Starts an update and returns the results of an earlier one.
+        """Starts an update and returns the results of the previous one.
 
         So the devices have the next update to work on before the last one ends. The
-        first calls return no results; `flush` returns those of the last updates.
+        first call returns no results; `flush` returns those of the last update.
 
         Args:
           carry: from `init_carry` or the last call; it cannot be used again.
@@ -147,27 +143,19 @@ class TrainRunner:
             self._leaves, carry, outputs, metrics, params = results
             self.updates += 1
             devices.start_fetch((outputs, metrics))
-            self._pending.append((batch, outputs, metrics))
-            late = len(self._pending) > self._ahead
-            before = self._pending.popleft() if late else None
+            before, self._pending = self._pending, (batch, outputs, metrics)
             if self._publish is not None:
                 self._publish(params)
         return carry, *self._finish(before)
 
     def flush(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Waits for all updates; returns outstanding outputs, and the last metrics.
+        """Waits for the last update, and returns its outputs and metrics.
 
-        Outputs of several updates are joined along the rows. Without an update, both
-        are empty.
+        Both are empty if there is none, or if they were returned before.
         """
         with self._lock:
-            pending, self._pending = self._pending, collections.deque()
-        results = [self._finish(update) for update in pending]
-        outputs = [outputs for outputs, _ in results if outputs]
-        joined: dict[str, Any] = {}
-        if outputs:
-            joined = jax.tree.map(lambda *rows: np.concatenate(rows), *outputs)
-        return joined, results[-1][1] if results else {}
+            last, self._pending = self._pending, None
+        return self._finish(last)
 
     def report(
         self, carry: Tree, batch: Mapping[str, Array]
@@ -212,7 +200,7 @@ class TrainRunner:
                     old = self._leaves[index]
                     value = np.asarray(arrays[name]).astype(old.dtype)
                     self._leaves[index] = devices.put(value, self._shardings[index])
-            self._pending.clear()
+            self._pending = None
         self.publish()
 
     def _init(self, key: Array) -> list[Array]:

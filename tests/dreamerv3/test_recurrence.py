@@ -71,6 +71,57 @@ def test_iterations_take_as_many_steps_as_divide_all(unroll, iterations):
     assert f"length={iterations}\n" in str(jax.make_jaxpr(lambda: run(scan_blocks))())
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("copy", [False, True])
+def test_outputs_of_all_shapes_and_dtypes_keep_their_places(reverse, copy):
+    rng = np.random.default_rng(0)
+    inputs = {
+        "wide": jnp.asarray(rng.normal(size=(6, 2, 3, 2)), jnp.float32),
+        "narrow": jnp.asarray(rng.normal(size=(6, 2)), jnp.float32),
+        "count": jnp.arange(6),
+        "flag": jnp.asarray(rng.random((6, 2)) > 0.5),
+    }
+
+    def body(carry, now):
+        carry = carry + now["wide"].sum((1, 2)) * now["count"] + now["narrow"]
+        outputs = {**now, "carry": carry, "half": now["wide"].astype(jnp.bfloat16)}
+        return carry, (outputs, {})
+
+    def run(scan, *options):
+        return scan(body, jnp.zeros(2), inputs, *options)
+
+    carry, outputs = run(scan_blocks, 3, reverse, copy)
+    expected = jax.lax.scan(body, jnp.zeros(2), inputs, reverse=reverse)
+    np.testing.assert_allclose(carry, expected[0], rtol=1e-6)
+    assert jax.tree.structure(outputs) == jax.tree.structure(expected[1])
+    for one, other in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected[1])):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_iteration_writes_and_copies_once_for_each_dtype(joined):
+    inputs = [jnp.ones((6, 2, 3)), jnp.ones((6, 2)), jnp.arange(12).reshape((6, 2))]
+
+    def body(carry, now):
+        return carry, [*now, now[0] * 2]
+
+    def run():
+        return scan_blocks(body, 0.0, inputs, 3, copy=joined)
+
+    (loop,) = (
+        equation
+        for equation in jax.make_jaxpr(run)().jaxpr.eqns
+        if equation.primitive.name == "scan"
+    )
+    written = [x.aval.shape for x in loop.outvars if x.aval.ndim]
+    assert sorted(written) == [(2, 3, 2, 1), (2, 3, 2, 3 + 1 + 3)]
+    text = str(loop.params["jaxpr"])
+    assert text.count("optimization_barrier") == joined
+    read = [x.aval.shape for x in loop.invars if len(x.aval.shape) > 2]
+    assert len(read) == (2 if joined else 3)
+
+
 @pytest.mark.parametrize("unroll", [1, 3])
 def test_gradients_equal_those_of_a_scan(arguments, unroll):
     rng = np.random.default_rng(1)

@@ -13,12 +13,19 @@ from embodied.jax.nets import (
     activate,
     block_matmul,
     draw,
+    known_linear,
     rms_silu,
     symexp,
     symlog,
+    whole_gradient,
     wide_matmul,
 )
-from embodied.jax.param_names import cast_matrices, flat_params, with_flat_params
+from embodied.jax.param_names import (
+    apart,
+    cast_matrices,
+    flat_params,
+    with_flat_params,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +48,53 @@ def test_linear_multiplies_and_adds_its_bias():
     x = normal(2, 5, 4, seed=2)
     expected = np.asarray(x) @ np.asarray(layer.kernel) + np.asarray(layer.bias)
     np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_known_result_of_a_layer_has_the_gradient_of_the_layer():
+    layer = Linear(normal(4, 3), normal(3, seed=1), "float32")
+    x, weights = normal(7, 4, seed=2), normal(5, 3, seed=3)
+
+    def plain(layer, x):
+        return (layer(x[:5]) * weights).sum()
+
+    def known(layer, x):
+        return (known_linear(layer, x, jnp.ones((5, 3))) * weights).sum()
+
+    np.testing.assert_allclose(known(layer, x), weights.sum(), rtol=1e-5)
+    expected, result = (jax.grad(of, (0, 1))(layer, x) for of in (plain, known))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+        result,
+        expected,
+    )
+
+
+def test_gradients_of_slices_are_computed_as_one():
+    def total(x):
+        y = whole_gradient(x)
+        return (y[:2] * 2).sum() + (y[1:] * 3).sum()
+
+    np.testing.assert_array_equal(jax.grad(total)(normal(3)), [2, 5, 3])
+    text = str(jax.make_jaxpr(jax.grad(total))(normal(3)))
+    assert "optimization_barrier" in text
+
+
+def test_weights_apart_give_the_same_results_and_gradients():
+    layers = {"a": builder().linear("a", 4, 4), "anorm": builder().scale(4)}
+    layers = with_flat_params(layers, {"a/kernel": normal(4, 4)})
+    x = normal(2, 4, seed=1)
+
+    def total(layers, hide):
+        used = apart(layers, "float32") if hide else layers
+        return activate(used["anorm"], used["a"](x), "silu", "float32").sum()
+
+    expected, result = (
+        jax.value_and_grad(total)(layers, hide) for hide in (False, True)
+    )
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
+    hidden = apart(layers, "bfloat16")
+    assert hidden["a"].kernel.dtype == jnp.bfloat16
+    assert hidden["a"].bias.dtype == hidden["anorm"].scale.dtype == jnp.float32
 
 
 def test_blocks_of_the_input_meet_their_own_block_of_the_kernel():

@@ -43,29 +43,6 @@ def test_the_newest_parameters_are_used_once_they_are_there():
     assert (outputs["age"] == 3).all()
 
 
-def test_two_updates_are_queued_and_returned_together():
-    agent = make_agent(policy_beside=True)
-    batches, returned = [make_batch(index) for index in range(3)], []
-    carry = agent.init_train(8)
-    for batch in batches:
-        carry, _, metrics = agent.train(carry, batch)
-        returned.append(metrics.get("opt/updates"))
-    assert returned == [None, None, 1]
-    outputs, metrics = agent.flush()
-    assert metrics["opt/updates"] == 3
-    expected = np.concatenate([batch["stepid"] for batch in batches[1:]])
-    np.testing.assert_array_equal(outputs["replay"]["stepid"], expected)
-    assert agent.flush() == ({}, {})
-
-
-@pytest.mark.parametrize("options", [{"deterministic": True}, {"enable_policy": False}])
-def test_one_update_is_queued_where_nothing_is_gained_by_more(options):
-    agent = make_agent(policy_beside=True, **options)
-    carry, _, metrics = agent.train(agent.init_train(8), make_batch(0))
-    _, _, metrics = agent.train(carry, make_batch(1))
-    assert metrics["opt/updates"] == 1
-
-
 @pytest.mark.parametrize("table", [True, False])
 def test_parameters_live_until_the_step_that_reads_them_has_ended(table, monkeypatch):
     agent = make_agent(policy_beside=True)
