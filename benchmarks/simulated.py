@@ -1,13 +1,13 @@
 """Measures learner duty on a simulated device: what everything else costs.
 
-    python -m benchmarks.simulated --cases 512:16 32:64:4 32:16
+    python -m benchmarks.simulated --cases 512:16 32:64:4 32:16 [--beside]
 
-Runs `embodied.run.parallel.combined` with dummy environments and an agent that computes
-nothing: updates and policy steps take a given time each, one after the other, as on one
-device. Batches, latents, actions and metrics have the sizes of size12m, and take the
-same paths as in real runs. This shows, on any machine, whether processes, transport and
-replay keep up with a device, and in which cases policy steps between updates are the
-limit. Prints one JSON object per case.
+Runs `embodied.run.parallel.combined` with dummy environments and an agent that
+computes nothing: updates and policy steps take a given time each, one after the other,
+as on one device, or with `--beside` at the same time. Batches, latents, actions and
+metrics have the sizes of size12m, and take the same paths as in real runs. This shows,
+on any machine, whether processes, transport and replay keep up with a device, and in
+which cases policy steps are the limit. Prints one JSON object per case.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class ClockAgent(RandomAgent):
       update: seconds of an update on the device.
       launch: seconds that the processor needs to queue an update.
       policy: seconds of a policy step on the device.
+      beside: whether policy steps do not wait for updates.
     """
 
     def __init__(
@@ -73,10 +74,12 @@ class ClockAgent(RandomAgent):
         update: float,
         launch: float,
         policy: float,
+        beside: bool = False,
     ):
         super().__init__(obs_space, act_space)
         self._seconds = {"update": update, "launch": launch, "policy": policy}
         self._clock = Clock()
+        self._policy_clock = Clock() if beside else self._clock
         self._last: tuple[float, dict[str, Any]] | None = None
 
     def stream(self, source: Any) -> Iterator[dict[str, Array]]:
@@ -105,7 +108,7 @@ class ClockAgent(RandomAgent):
         self, carry: Tree, obs: dict[str, Array], mode: str = "train"
     ) -> tuple[Tree, dict[str, Array], dict[str, Array]]:
         """Acts at random, once the device has done this step of its queue."""
-        wait_until(self._clock.queue(self._seconds["policy"]))
+        wait_until(self._policy_clock.queue(self._seconds["policy"]))
         carry, actions, _ = super().policy(carry, obs, mode)
         return carry, actions, latents((len(obs["is_first"]),))
 
@@ -154,7 +157,7 @@ def measure(case: argparse.Namespace) -> dict[str, Any]:
         make_env = functools.partial(factories.make_env, config)
         make_replay = functools.partial(factories.make_replay, config)
         combined(
-            lambda: ClockAgent(*spaces, update, launch, policy),
+            lambda: ClockAgent(*spaces, update, launch, policy, case.beside),
             functools.partial(make_replay, "replay"),
             functools.partial(make_replay, "replay_eval", "eval"),
             make_env,
@@ -189,6 +192,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--update", type=float, default=14.8, help="milliseconds")
     parser.add_argument("--launch", type=float, default=5.5, help="milliseconds")
     parser.add_argument("--policy", type=float, default=0.5, help="milliseconds")
+    parser.add_argument(
+        "--beside", action="store_true", help="policy steps do not wait for updates"
+    )
     parser.add_argument("--seconds", type=float, default=40.0, help="of each run")
     parser.add_argument("--flags", default="", help="further flags of the runs")
     return parser.parse_args(argv)

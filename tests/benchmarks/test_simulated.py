@@ -38,13 +38,15 @@ def test_an_update_returns_what_the_one_before_has_made():
     assert time.monotonic() >= begin + 0.01, "it has waited for the device"
 
 
-def test_policy_steps_wait_for_updates():
-    agent = simulated.ClockAgent(OBS, ACT, update=0.2, launch=0.0, policy=0.0)
+@pytest.mark.parametrize("beside", [False, True])
+def test_policy_steps_wait_for_updates_unless_they_run_beside_them(beside):
+    agent = simulated.ClockAgent(OBS, ACT, 0.5, launch=0.0, policy=0.0, beside=beside)
     begin = time.monotonic()
     agent.train(agent.init_train(2), {"stepid": np.zeros((2, 5, 20), np.uint8)})
     obs = {key: np.zeros((3, *space.shape), space.dtype) for key, space in OBS.items()}
     _, actions, latents = agent.policy(agent.init_policy(3), obs)
-    assert time.monotonic() >= begin + 0.2
+    waited = time.monotonic() >= begin + 0.5
+    assert waited != beside
     assert actions["action"].shape == (3,)
     assert latents["dyn/stoch"].shape == (3, simulated.STOCH)
 
