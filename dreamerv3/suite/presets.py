@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from dreamerv3.cli.config import action_repeat
-
 PUBLISHED = Path(__file__).with_name("published.json")
 # Scores of a random agent and full scores, in suites that list none by task.
 DMC_BOUNDS = (0.0, 1000.0)
+# Every agent step counts as so many published frames, whatever the action repeat: most
+# likely the published runs repeated no actions, and counted two frames all the same.
+FRAMES_PER_STEP = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class PublishedCurve:
       steps: [N] float64, in agent steps of the run.
       seeds: [S, N] float64, scores of S runs.
       bounds: scores that are normalised to 0 and 1 when tasks are aggregated.
-      unit: unit in which steps are reported, 'agent steps' or 'frames'.
+      unit: unit in which steps are reported, 'agent steps' or 'frames' as published.
       per_step: how many of that unit make an agent step of the run.
     """
 
@@ -106,8 +107,7 @@ def find_published(config: Mapping[str, Any], task: str) -> PublishedCurve | Non
     """Finds the published scores that a run can be compared with.
 
     Args:
-      config: configuration of the run, by full key, which tells the observations and
-        the frames of a step.
+      config: configuration of the run, by full key, which tells the observations.
       task: full name of the task, usually that of the run.
 
     Returns:
@@ -118,7 +118,7 @@ def find_published(config: Mapping[str, Any], task: str) -> PublishedCurve | Non
     if task not in content["tasks"]:
         return None
     frames = content["unit"].startswith("frames")
-    per_step = action_repeat(config) if frames else 1
+    per_step = FRAMES_PER_STEP if frames else 1
     bounds = content.get("random_human", {}).get(task, DMC_BOUNDS)
     return PublishedCurve(
         suite=suite,

@@ -171,8 +171,10 @@ def test_the_published_curve_of_the_task_is_found(make_run):
     assert (published.unit, published.per_step) == ("agent steps", 1)
 
 
-def test_published_frames_become_agent_steps(make_run):
-    run = curves.read_run(make_run("a", SCORES, flags=PROPRIO))
+@pytest.mark.parametrize("repeat", ["1", "2"])
+def test_two_published_frames_are_an_agent_step(make_run, repeat):
+    flags = (*PROPRIO, "--env.dmc.repeat", repeat)
+    run = curves.read_run(make_run("a", SCORES, flags=flags))
     published = find_published(run)
     assert published.suite == "dmc_proprio"
     assert published.steps[-1] == 245_000
