@@ -1,6 +1,7 @@
 """The figures that the benchmark of an update prints."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +15,8 @@ FIGURES = {
     *("ms_per_update", "ms_per_policy", "model_tflop", "utilisation", "peak_bytes"),
     *("compile_seconds", "parameters", "size", "dtype"),
 }
+
+ON_CPU = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
 
 def figures(*flags):
@@ -39,6 +42,22 @@ def test_parameters_are_counted_without_making_them():
     found = figures("--size", "size12m", "--count-only")
     assert found["parameters"] == 10_498_259
     assert set(found) == {"size", "dtype", "parameters"}
+
+
+def test_settings_of_devices_are_still_read_after_the_state_is_counted(tmp_path):
+    program = """if True:
+        import os, sys, jax
+        from benchmarks import train_step
+        from dreamerv3.cli.config import load_config
+
+        config = load_config(["--configs", "debug", "--logdir", sys.argv[1]])
+        train_step.state_shapes(config)
+        os.environ["XLA_FLAGS"] = "--xla_dump_to=" + sys.argv[1]
+        jax.jit(lambda x: x * 2)(1.0)
+        """
+    command = [sys.executable, "-c", program, str(tmp_path / "dump")]
+    subprocess.run(command, check=True, timeout=100, env={**os.environ, **ON_CPU})
+    assert any((tmp_path / "dump").iterdir())
 
 
 def test_processes_measure_in_turns(tmp_path):
