@@ -298,7 +298,7 @@ def behavior_losses(
             known_linear(params.pol.mlp.parts["linear0"], rows, flat_rows(hidden))
         ),
     }
-    outs = jax.tree.map(lambda x: x.reshape((-1, len(feat[0]), *x.shape[1:])), outs)
+    outs = jax.tree.map(lambda x: x.reshape((-1, feat.shape[1], *x.shape[1:])), outs)
     outs["actions"] = {
         key: action_event(space, actions[key]) for key, space in params.pol.spaces
     }

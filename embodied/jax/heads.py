@@ -55,7 +55,7 @@ class PolicyHead(eqx.Module):
 
     def __call__(self, feat: Array) -> dict[str, ActionDist]:
         """Distributions of actions [...] by key."""
-        return self.outputs(self.mlp(feat), self.output_weights())
+        return self.after_first(self.mlp.parts["linear0"](feat))
 
     def after_first(self, x: Array) -> dict[str, ActionDist]:
         """Continues from the output of `linear0`, for callers that have it already."""
